@@ -31,11 +31,7 @@ from gpipebal.profiler.chain.gradients import (
     own_gradients,
 )
 from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers, number_of
-from gpipebal.profiler.chain.value import (
-    Value,
-    as_leaves,
-    roots_of,
-)
+from gpipebal.profiler.chain.value import Value, as_leaves, roots_of
 from gpipebal.profiler.memory.buffers import copies_of_large, kept_buffers
 from gpipebal.profiler.memory.layer_memory import ChainedPeak, HandedBack, LayerMemory
 from gpipebal.profiler.replicas.harmless import tensors_reached
@@ -69,9 +65,8 @@ def measure_layer_memory(
     there = (*_own_tensors(layer), *tensors_reached(layer), *constants)
     constants = [part for own in there for part in plain_parts(own)]
     known = _known(chain, k, arrived)
-    leaves = chain.inputs(k, value)
     ledger = _OfDevice(chain.device)
-    ledger.hold([*leaves, *constants], 0)
+    ledger.hold([*chain.inputs(k, value), *constants], 0)
     for parameter in layer.parameters():
         parameter.grad = None
     with memory_for("copies of large buffers"):
@@ -94,7 +89,7 @@ def measure_layer_memory(
     }
     saved_buffers, kept_bytes = run.constant & kept.keys(), run.kept_bytes
     n_popped = [len(arrived.skips[key]) for key in chain.popped(k)]
-    back = HandedBack.of(run.hands_back, n_popped, len(leaves), run.given)
+    back = HandedBack.of(run.hands_back, n_popped, len(chain.inputs(k, value)), run.given)
     gradients = sum(bytes_of(leaf) for leaf in run.passed.leaves if needs_gradient(leaf))
     # Their keys are used up: they may be given to new storages from now on.
     del run, known
