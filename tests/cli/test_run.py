@@ -531,6 +531,25 @@ def _momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+def _check_same_training(workload: Workload, checkpoint: Any) -> None:
+    """Train both for some steps, the plain model first, and compare parameters and buffers."""
+    plain_model = copy.deepcopy(workload.model)
+    balance = [2, len(workload.model) - 2]
+    pipe = GPipe(workload.model, balance, devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
+    try:
+        trainer = PipelineTrainer(pipe, workload)
+        plain = PlainTrainer(plain_model, workload, 3, torch.device("cpu"))
+        for _ in range(3):
+            plain.step()
+            trainer.step()
+    finally:
+        pipe.close()
+    expected, found = plain_model.state_dict(), pipe.state_dict()
+    assert expected.keys() == found.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("target", ["classes", "values", "none", "one for all"])
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 def test_pipeline_and_plain_model_do_the_same_training(target: str, checkpoint: Any) -> None:
@@ -542,21 +561,7 @@ def test_pipeline_and_plain_model_do_the_same_training(target: str, checkpoint: 
         # Cannot be parted by rows: the loss is then taken once, over all outputs.
         "one for all": (torch.randn(2, dtype=torch.float64), lambda y, t: (y - t).square().mean()),
     }
-    workload = _workload(*targets[target])
-    plain_model = copy.deepcopy(workload.model)
-    pipe = GPipe(workload.model, [2, 2], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
-    try:
-        trainer = PipelineTrainer(pipe, workload)
-        plain = PlainTrainer(plain_model, workload, 3, torch.device("cpu"))
-        for _ in range(3):
-            trainer.step()
-            plain.step()
-    finally:
-        pipe.close()
-    expected, found = plain_model.state_dict(), pipe.state_dict()
-    assert expected.keys() == found.keys()
-    for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12)
+    _check_same_training(_workload(*targets[target]), checkpoint)
 
 
 class Halving(nn.Module):
@@ -571,20 +576,9 @@ def test_a_plain_model_that_writes_to_its_input_leaves_the_data_as_they_are() ->
     """Its steps see the same data every time, and so does the pipeline beside it."""
     workload = _workload(torch.randn(7, 2, dtype=torch.float64), nn.MSELoss())
     workload = replace(workload, model=nn.Sequential(Halving(), *workload.model))
-    given, plain_model = workload.sample.clone(), copy.deepcopy(workload.model)
-    pipe = GPipe(workload.model, [2, 3], devices=["cpu"] * 2, chunks=3)
-    try:
-        trainer = PipelineTrainer(pipe, workload)
-        plain = PlainTrainer(plain_model, workload, 3, torch.device("cpu"))
-        for _ in range(3):
-            plain.step()
-            trainer.step()
-    finally:
-        pipe.close()
+    given = workload.sample.clone()
+    _check_same_training(workload, "except_last")
     assert torch.equal(workload.sample, given)
-    found = pipe.state_dict()
-    for key, value in plain_model.state_dict().items():
-        torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12)
 
 
 def test_cpu_threads_are_given_back() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 __all__ = ["SharedBlocks", "all_shared_blocks"]
 
@@ -47,6 +48,22 @@ class SharedBlocks:
     def leave(self) -> None:
         """End a block."""
         self.leave_all_but(max(0, self.here() - 1))
+
+    def enter_with(self, enter: Callable[[], Any]) -> Any:
+        """Begin a block, then enter something; if that fails, the block is over too."""
+        self.enter()
+        try:
+            return enter()
+        except BaseException:
+            self.leave()
+            raise
+
+    def leave_with(self, leave: Callable[..., Any], *error: Any) -> None:
+        """Leave what `enter_with` has entered, then end the block, also if leaving fails."""
+        try:
+            leave(*error)
+        finally:
+            self.leave()
 
     def leave_all_but(self, n_blocks: int) -> None:
         """End the blocks of this thread but for so many, the first ones."""

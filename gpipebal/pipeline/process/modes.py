@@ -34,18 +34,10 @@ class ThreadedDispatchMode(TorchDispatchMode):
     """
 
     def __enter__(self) -> Any:
-        _blocks.enter()
-        try:
-            return super().__enter__()
-        except BaseException:
-            _blocks.leave()
-            raise
+        return _blocks.enter_with(super().__enter__)
 
     def __exit__(self, *error: Any) -> None:
-        try:
-            super().__exit__(*error)
-        finally:
-            _blocks.leave()
+        _blocks.leave_with(super().__exit__, *error)
 
 
 def notes() -> list[bool]:
