@@ -62,7 +62,8 @@ class KnownSchedule:
         is_in_parts: Whether it does backwards as gradients of inputs and gradients of weights.
 
     Raises:
-        ValueError: `GPipe` is to run what it cannot.
+        UnsupportedPlanError: `GPipe` is to run what it cannot, or `partitions_per_device` is above
+            1 without `takes_several`.
     """
 
     name: str
@@ -76,13 +77,13 @@ class KnownSchedule:
 
     def __post_init__(self) -> None:
         if self.is_ours and (self.takes_several or self.is_in_parts):
-            raise ValueError(
+            raise UnsupportedPlanError(
                 f"GPipe cannot run {self.name!r}: takes_several={self.takes_several}, "
                 f"is_in_parts={self.is_in_parts} (expected False: GPipe runs one partition on each "
                 "device, and whole backwards).\nFix: is_ours=False."
             )
         if self.partitions_per_device > 1 and not self.takes_several:
-            raise ValueError(
+            raise UnsupportedPlanError(
                 f"{self.name!r} has {self.partitions_per_device} partitions on each device, and "
                 "takes_several=False (expected True).\nFix: takes_several=True."
             )

@@ -43,7 +43,7 @@ class EventKind:
         has_micro_batch: Whether it belongs to a micro-batch.
 
     Raises:
-        ValueError: what a device computes has no symbols or no column; or the other way round.
+        ProfileError: what a device computes has no symbols or no column; or the other way round.
     """
 
     letter: str
@@ -57,7 +57,7 @@ class EventKind:
     def __post_init__(self) -> None:
         drawn = len(self.symbols) == 10 and len(self.of_several) == 1
         if (drawn, self.column is not None) != (self.computes, self.computes):
-            raise ValueError(
+            raise ProfileError(
                 f"kind of event {self.letter!r} is half known: track={self.track!r}, "
                 f"symbols={self.symbols!r}, of_several={self.of_several!r}, "
                 f"column={self.column!r} (expected ten symbols, one for several micro-batches, and "

@@ -148,5 +148,5 @@ def test_unknown_kinds_are_refused_everywhere() -> None:
 )
 def test_a_kind_that_is_half_known_is_refused(half: dict[str, Any]) -> None:
     """What a device computes has symbols and a column; what runs beside it has neither."""
-    with pytest.raises(ValueError, match="half known"):
+    with pytest.raises(ProfileError, match="half known"):
         EventKind("X", "new", **half)

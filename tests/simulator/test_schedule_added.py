@@ -188,7 +188,7 @@ def test_a_schedule_that_nothing_runs_says_so(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_records_that_contradict_themselves_are_refused(wrong: dict[str, Any]) -> None:
     """GPipe cannot run backwards in parts or several partitions per device."""
-    with pytest.raises(ValueError, match="Fix:"):
+    with pytest.raises(UnsupportedPlanError, match="Fix:"):
         KnownSchedule("rounds", rounds_of(2), **wrong)
 
 
