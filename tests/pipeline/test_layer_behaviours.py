@@ -106,6 +106,36 @@ def test_two_forwards_of_an_embedding_that_keeps_its_rows_short(mode: Any) -> No
     torch.testing.assert_close(pipe[0].weight.grad, plain[0].weight.grad)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_two_backwards_of_an_embedding_that_keeps_its_rows_short(mode: Any) -> None:
+    """It writes only to rows that are too long: the second recompute writes nothing."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(8, 4, max_norm=0.5), nn.Linear(4, 2))
+    pipe = GPipe(copy.deepcopy(plain), [1, 1], chunks=2, checkpoint=mode)
+    for model in (plain, pipe):
+        loss = model(torch.tensor([0, 1, 2, 3])).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    torch.testing.assert_close(pipe[0].weight.grad, plain[0].weight.grad)
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_a_second_backward_of_a_layer_that_limits_its_weights_is_refused(mode: Any) -> None:
+    """Its recompute writes to the weights again, so what it saved first is out of date."""
+
+    class Limits(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(min=0.0)
+            return super().forward(x)
+
+    pipe = GPipe(nn.Sequential(Limits(3, 3), nn.Linear(3, 2)), [1, 1], chunks=2, checkpoint=mode)
+    loss = pipe(torch.randn(4, 3)).square().sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(PipelineError, match="Fix:"):
+        loss.backward()
+
+
 class Kept(nn.Module):
     """A layer and a batch normalisation that it also has by another way."""
 
