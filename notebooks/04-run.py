@@ -88,7 +88,7 @@ print([f"{loss:.3f}" for loss in losses])
 
 # %% [markdown]
 # The picture has the prediction above the measurement, on one time axis. The gap in the middle is the loss, which is
-# computed once over the whole mini-batch, between the phases.
+# computed once over the whole mini-batch, between forwards and backwards.
 
 # %%
 predicted = training_step(profile, plan)
@@ -97,7 +97,7 @@ measured = by_time[len(by_time) // 2]
 plot_timeline(predicted, beside=measured).figure
 
 # %% [markdown]
-# In numbers: how long each kind of cell took, on average. On a machine that does other things at the same time, the
+# In numbers: how long each kind of cell (one micro-batch in one partition) took, on average. On a machine that is not idle, the
 # measurement varies, and this is one short run. [benchmarks/prediction](../benchmarks/prediction/README.md) has
 # 450 plans, each with the median over several groups of steps.
 
