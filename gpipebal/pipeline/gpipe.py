@@ -277,9 +277,10 @@ class GPipe(Container):
 
         Does what ``loss_fn(pipe(input), target).backward()`` does, but the last partition
         computes the loss, one micro-batch at a time. So no partition waits for the whole
-        mini-batch between forward and backward, the output (the logits of a large vocabulary)
-        exists for one micro-batch only, and schedule ``'1f1b'`` is possible: at most
-        ``n_partitions - j`` micro-batches are in flight in partition j.
+        mini-batch between forward and backward, the outputs are never gathered, and schedule
+        ``'1f1b'`` is possible: at most ``n_partitions - j`` micro-batches are in flight in
+        partition j, so that outputs (the logits of a large vocabulary) exist for about one at a
+        time.
 
         Gradients are added to those of the parameters, and to those of inputs that require one.
         The optimizer is the caller's, as usual. Under `torch.no_grad` only the loss is computed.

@@ -158,9 +158,9 @@ def profile_model(
         first three rounds costs one more of both), and every third round the same for the other
         sizes. Before the rounds come one of each size to warm up, and nine forwards and six
         backwards at each size to find out all that needs no repeats (on CUDA one more of both).
-        After them, on the CPU, come training steps as a pipeline for as long as `timeout` says: at
-        least 30, or twelve with ``timeout=0``. Memory, once per measuring thread: gradients and
-        buffers of the model, and what one micro-batch saves.
+        After them, on the CPU, come training steps as a pipeline for as long as `timeout` says:
+        usually at least 30, or twelve with ``timeout=0``. Memory, once per measuring thread:
+        gradients and buffers of the model, and what one micro-batch saves.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
