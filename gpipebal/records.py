@@ -13,6 +13,12 @@ from typing import Any
 from gpipebal.errors import FileFormatError, KindError
 
 __all__ = [
+    "COUNT",
+    "MOST",
+    "MOST_CHUNKS",
+    "NUMBER",
+    "SIZE",
+    "WHOLE",
     "check_missing",
     "check_unknown",
     "damaged",
@@ -23,6 +29,16 @@ __all__ = [
     "tuple_of",
     "without_header",
 ]
+
+#: More micro-batches than this are a mistake, and their schedule would fill the memory.
+MOST_CHUNKS = 2**20
+#: The most that bytes and seconds can be: a larger int may be too large for a float as well.
+MOST = 2**63 - 1
+#: What a number can be, in the words of errors.
+COUNT = "a whole number, 1 or more"
+WHOLE = "a whole number, 0 or more"
+SIZE = "a whole number of bytes, 0 or more"
+NUMBER = "a finite number, 0 or more"
 
 #: How annotations begin, and the JSON type for each; all others are objects.
 _IN_JSON = {

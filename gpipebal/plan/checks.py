@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any
 from gpipebal.errors import BalanceError, ProfileError
 from gpipebal.objectives import MINIMISED
 from gpipebal.plan.parts import PeakMemory
+from gpipebal.records import COUNT, MOST, MOST_CHUNKS, NUMBER, SIZE
 from gpipebal.schedule import KNOWN_SCHEDULES, check_count, modes_of
 
 if TYPE_CHECKING:
     from gpipebal.plan.plan import Plan
 
 __all__ = ["check_chunks", "check_plan", "check_schedule_known"]
-
-#: More micro-batches than this are a mistake, and their schedule would fill the memory.
-MOST_CHUNKS = 2**20
 
 #: Quantities that may be unknown.
 _OPTIONAL = (
@@ -36,13 +34,7 @@ _OF_ANY_UNIT = ("value", "lower_bound", "equal_split_value")
 #: Fields that contain numbers but are not a number.
 _OTHERS = ("sensitivity",)
 _STATUSES = ("optimal", "feasible")
-#: Texts of errors that say what a value can be.
-_COUNT = "a whole number, 1 or more"
-_NUMBER = "a finite number, 0 or more"
-_BYTES = "a whole number of bytes, 0 or more"
 _TEXT = "a text"
-#: The most that seconds and bytes can be.
-_MOST = 2**63 - 1
 #: Value and bound may differ by this fraction of the value, by which sums are rounded.
 _ROUNDING = 1e-9
 
@@ -100,7 +92,7 @@ def check_plan(plan: Plan) -> None:
         raise _bad_value("plan", "provenance", plan.provenance, "an object with named values")
     threads = plan.provenance.get("threads")
     if threads is not None and (type(threads) is not int or threads < 1):
-        raise _bad_value("provenance", "threads", threads, _COUNT)
+        raise _bad_value("provenance", "threads", threads, COUNT)
     order = plan.device_order
     whole = all(type(k) is int for k in order)
     if order and (not whole or sorted(order) != list(range(plan.n_partitions))):
@@ -180,9 +172,9 @@ def _check_quantities(where: str, noun: Any) -> None:
             continue
         kinds = (int,) if whole else (int, float)
         if not _is_number(value, kinds) or value < 0:
-            expected = _COUNT if name in _COUNTS else _BYTES if whole else _NUMBER
+            expected = COUNT if name in _COUNTS else SIZE if whole else NUMBER
             raise _bad_value(where, name, value, expected)
-        if value > _MOST and name not in _OF_ANY_UNIT:
+        if value > MOST and name not in _OF_ANY_UNIT:
             raise _too_large(where, name, value)
 
 
@@ -201,11 +193,11 @@ def _bad_value(where: str, name: str, value: Any, expected: str) -> ProfileError
 
 def _too_large(where: str, name: str, value: float) -> ProfileError:
     if name in _COUNTS:
-        return _bad_value(where, name, value, f"{_COUNT}, and at most {_MOST:.3g}")
+        return _bad_value(where, name, value, f"{COUNT}, and at most {MOST:.3g}")
     unit, fix = "bytes", "give sizes in bytes"
     if name.endswith(("time", "makespan", "bottleneck")):
         unit, fix = "seconds", "give times in seconds, and speeds of devices near 1"
     return ProfileError(
         f"{where} has a value that is too large: {name}={value!r:.60} (expected at most "
-        f"{_MOST:.3g} {unit}).\nFix: {fix}."
+        f"{MOST:.3g} {unit}).\nFix: {fix}."
     )

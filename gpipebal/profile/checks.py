@@ -18,6 +18,7 @@ from gpipebal.profile.layer import (
     TieProfile,
     TurnTimes,
 )
+from gpipebal.records import COUNT, MOST, MOST_CHUNKS, NUMBER, SIZE, WHOLE
 from gpipebal.units import count
 
 if TYPE_CHECKING:
@@ -46,15 +47,6 @@ _STEP_TIMES = (
     "inside_overhead_time",
     "cell_overhead_time",
 )
-#: More micro-batches than this are a mistake, and their schedule would fill the memory.
-MOST_CHUNKS = 2**20
-#: An int beyond 63 bits is not a number of bytes or seconds, and may be beyond a float too.
-MOST = 2**63 - 1
-#: Texts of errors that say what a value can be.
-_COUNT = "a whole number, 1 or more"
-_WHOLE = "a whole number, 0 or more"
-_BYTES = "a whole number of bytes, 0 or more"
-_NUMBER = "a finite number, 0 or more"
 
 
 def read_columns(rows: object, chunks: object, **columns: Any) -> dict[str, list[Any] | None]:
@@ -70,7 +62,7 @@ def read_columns(rows: object, chunks: object, **columns: Any) -> dict[str, list
     """
     for name, given in (("rows", rows), ("chunks", chunks)):
         if not isinstance(given, Integral) or isinstance(given, bool) or given < 1:
-            raise _bad_value("profile", name, given, _COUNT)
+            raise _bad_value("profile", name, given, COUNT)
     found: dict[str, list[Any] | None] = {}
     for name, column in columns.items():
         if column is None and name != "forward":
@@ -146,7 +138,7 @@ def check_profile(profile: Profile) -> None:
     n_storages = len(profile.storages)
     for index, n_bytes in enumerate(profile.storages):
         if not _is_quantity(n_bytes, whole=True):
-            raise _bad_value("profile", f"storages[{index}]", n_bytes, _BYTES)
+            raise _bad_value("profile", f"storages[{index}]", n_bytes, SIZE)
     for layer in profile.layers:
         _check_layer(layer, f"layer {layer.name!r}", n_storages)
     for name in ("inputs", "common_inputs", "without_gradient"):
@@ -175,7 +167,7 @@ def check_profile(profile: Profile) -> None:
         for storage in (*skip.storages, *(skip.gradient_storages or ())):
             _check_storage(storage, n_storages, where)
         if not _is_quantity(skip.value_gradient_bytes, whole=True):
-            raise _bad_value(where, "value_gradient_bytes", skip.value_gradient_bytes, _BYTES)
+            raise _bad_value(where, "value_gradient_bytes", skip.value_gradient_bytes, SIZE)
         if not isinstance(skip.gradient_is_given, bool):
             raise _bad_value(where, "gradient_is_given", skip.gradient_is_given, "true or false")
     for tie in profile.ties:
@@ -194,7 +186,7 @@ def _check_tie(tie: TieProfile, n_layers: int) -> None:
         )
     for name in ("parameter_bytes", "gradient_bytes"):
         if not _is_quantity(getattr(tie, name), whole=True):
-            raise _bad_value("tied parameters", name, getattr(tie, name), _BYTES)
+            raise _bad_value("tied parameters", name, getattr(tie, name), SIZE)
 
 
 def _check_shares(profile: Profile) -> None:
@@ -235,7 +227,7 @@ def _check_step(profile: Profile, n_storages: int) -> None:
     for name in _STEP_TIMES:
         value = getattr(step, name)
         if value is not None and not _is_quantity(value, whole=False):
-            raise _bad_value("step", name, value, _NUMBER)
+            raise _bad_value("step", name, value, NUMBER)
     if not isinstance(step.optimizer_together, bool):
         value = step.optimizer_together
         raise _bad_value("step", "optimizer_together", value, "true or false")
@@ -287,7 +279,7 @@ def _check_layer(layer: LayerProfile, where: str, n_storages: int) -> None:
     for name, value in _quantities(layer):
         whole = name == "flops" or name.endswith("_bytes")
         if not _is_quantity(value, whole=whole):
-            expected = _BYTES if name.endswith("_bytes") else _WHOLE if whole else _NUMBER
+            expected = SIZE if name.endswith("_bytes") else WHOLE if whole else NUMBER
             raise _bad_value(where, name, value, expected)
     for name in STORAGE_FIELDS:
         for storage in getattr(layer, name):
@@ -310,7 +302,7 @@ def _check_count(where: str, name: str, value: Any) -> None:
     # Chunks have a smaller limit than numbers in general, which has an error of its own.
     known = isinstance(value, int) if name == "chunks" else _is_quantity(value, whole=True)
     if not known or isinstance(value, bool) or value < 1:
-        expected = f"a whole number, 1 to {MOST_CHUNKS}" if name == "chunks" else _COUNT
+        expected = f"a whole number, 1 to {MOST_CHUNKS}" if name == "chunks" else COUNT
         raise _bad_value(where, name, value, expected)
 
 
