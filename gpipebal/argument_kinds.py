@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipebal.errors import KindError, UsageError
+from gpipebal.text import either
 
 __all__ = [
     "check_index",
@@ -257,8 +258,7 @@ def no_such_row(name: str, asked: object, known: Iterable[object]) -> UsageError
     values = list(dict.fromkeys(map(repr, known)))
     if not values:
         return UsageError(f"the table has no rows: {name}={asked!r}.\nFix: look at table.rows.")
-    there = " or ".join(filter(None, [", ".join(values[:-1]), *values[-1:]]))
     return UsageError(
-        f"the table has no such row: {name}={asked!r} (expected {there}).\n"
+        f"the table has no such row: {name}={asked!r} (expected {either(values)}).\n"
         f"Fix: {name}={values[0]}, or another row of these."
     )

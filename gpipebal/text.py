@@ -1,12 +1,12 @@
-"""Text: aligned columns, for a terminal."""
+"""Text: aligned columns for a terminal, and lists in a sentence."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-__all__ = ["aligned", "one_line"]
+__all__ = ["aligned", "either", "one_line"]
 
 #: Characters that would end a line in the middle of a cell, steer a terminal (control characters of
 #: 7 and of 8 bits), or reverse the text that follows (Unicode's bidirectional controls).
@@ -51,6 +51,17 @@ def aligned(
             padded.append(cell + space if k in left else space + cell)
         lines.append(gap.join(padded).rstrip())
     return lines
+
+
+def either(names: Iterable[str]) -> str:
+    """List names, one or more, of which one is to be chosen.
+
+    Example:
+        >>> either(["gpipe", "1f1b", "zb_h1"])
+        'gpipe, 1f1b or zb_h1'
+    """
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _width(text: str) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from gpipebal.cli.words import check_output
 from gpipebal.errors import FileFormatError, UsageError
 from gpipebal.files import noun_of, read_any
+from gpipebal.text import either
 
 if TYPE_CHECKING:
     import argparse
@@ -51,7 +52,7 @@ def load_noun(path: str, *kinds: str) -> Noun:
     wanted = kinds or tuple(known)
     if name not in wanted:
         raise FileFormatError(
-            f"file is not a {_either(wanted)}: file={str(path)!r}"
+            f"file is not a {either(wanted)}: file={str(path)!r}"
             + (f" (it is a {name})" if name in known else "")
             + f".\nFix: name a file that {' or '.join(_MAKERS[kind] for kind in wanted)} wrote."
         )
@@ -64,10 +65,6 @@ _MAKERS = {
     "plan": "gpipebal solve",
     "timeline": "gpipebal simulate",
 }
-
-
-def _either(words: tuple[str, ...]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 #: Types of pictures that are always available.
@@ -114,7 +111,7 @@ def _check_picture(path: str) -> None:
     better = os.path.join(folder, f"plot{name}") if is_suffix else f"{path}.png"
     raise UsageError(
         f"picture has a type that cannot be written: --plot {path} (expected a name that ends in "
-        f"{_either(_SUFFIXES)}).\nFix: --plot {better}."
+        f"{either(_SUFFIXES)}).\nFix: --plot {better}."
     )
 
 

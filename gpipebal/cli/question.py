@@ -11,7 +11,8 @@ from gpipebal.cli.layer_words import read_layer, read_pins
 from gpipebal.cli.typed import LEAST_BYTES
 from gpipebal.errors import UsageError
 from gpipebal.objectives import OBJECTIVES
-from gpipebal.schedule.known import KNOWN_SCHEDULES, either
+from gpipebal.schedule.known import KNOWN_SCHEDULES
+from gpipebal.text import either
 from gpipebal.units import parse_bytes
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from gpipebal.cli.question import add_question, asked, plan_of
 from gpipebal.cli.standard_output import libraries_on_standard_error
 from gpipebal.cli.words import Commands, add_command
 from gpipebal.errors import BalanceError, UsageError
-from gpipebal.schedule.known import KNOWN_SCHEDULES, either
+from gpipebal.schedule.known import KNOWN_SCHEDULES
+from gpipebal.text import either
 from gpipebal.units import format_seconds
 
 if TYPE_CHECKING:

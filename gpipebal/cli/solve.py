@@ -11,7 +11,8 @@ from gpipebal.cli.question import add_question, plan_of, question_of
 from gpipebal.cli.standard_output import libraries_on_standard_error
 from gpipebal.cli.words import Commands, add_command
 from gpipebal.errors import UsageError
-from gpipebal.schedule.known import KNOWN_SCHEDULES, either
+from gpipebal.schedule.known import KNOWN_SCHEDULES
+from gpipebal.text import either
 
 if TYPE_CHECKING:
     from gpipebal.planner import LayerRecompute

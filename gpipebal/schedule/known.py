@@ -9,7 +9,7 @@ loads no numpy, because the help of the command line needs the names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from gpipebal.errors import BalanceError, UnsupportedPlanError
@@ -22,6 +22,7 @@ from gpipebal.schedule.studied import (
     looped_bfs_schedule,
     zero_bubble_schedule,
 )
+from gpipebal.text import either
 from gpipebal.units import count
 
 __all__ = [
@@ -33,7 +34,6 @@ __all__ = [
     "KnownSchedule",
     "check_known_schedule",
     "check_schedule",
-    "either",
     "make_schedule",
     "partitions_on_each",
     "shares_devices",
@@ -321,17 +321,6 @@ def study_schedule(
             f"{', '.join(map(repr, STUDIED))}).\nFix: schedule={[*STUDIED][-1]!r}."
         )
     return KNOWN_SCHEDULES[name].schedule(n_devices, chunks, checkpoint, partitions_per_device)
-
-
-def either(names: Iterable[str]) -> str:
-    """List names for people.
-
-    Example:
-        >>> either(["gpipe", "1f1b", "zb_h1"])
-        'gpipe, 1f1b or zb_h1'
-    """
-    *others, last = names
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 def shares_devices(schedule: str) -> bool:

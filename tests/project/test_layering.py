@@ -59,6 +59,7 @@ WITHIN_RANK = {
     ("files", "errors"),
     ("files", "argument_kinds"),
     ("argument_kinds", "errors"),
+    ("argument_kinds", "text"),
     ("objectives", "errors"),
     ("objectives", "units"),
     ("records", "errors"),
