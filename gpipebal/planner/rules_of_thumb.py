@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 from gpipebal.errors import BalanceError
 from gpipebal.problem import Problem
 from gpipebal.problem.checks import check_times, largest_denominator, scaled
+from gpipebal.problem.fits import check_enough_layers
 from gpipebal.profile import Profile
 from gpipebal.schedule import check_count
 from gpipebal.solvers import split
@@ -80,11 +81,7 @@ def block_split(
     """
     costs = check_times("costs", costs)
     n_layers, n_partitions = len(costs), check_count("partitions", n_partitions)
-    if n_layers < n_partitions:
-        raise BalanceError(
-            f"chain has fewer layers than partitions: n_partitions={n_partitions} (expected "
-            f"1 <= n_partitions <= {n_layers}).\nFix: partitions={max(1, n_layers)}."
-        )
+    check_enough_layers("n_partitions", n_partitions, n_layers)
     until = time.monotonic() + time_limit
     whole = list(scaled(costs, largest_denominator(costs)))
     least = min(whole)

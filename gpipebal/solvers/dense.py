@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from gpipebal.errors import BalanceError, InfeasibleError
 from gpipebal.problem import Rules
+from gpipebal.problem.fits import check_enough_layers
 from gpipebal.schedule import check_count
 
 __all__ = ["AnyCost", "split_any_cost"]
@@ -58,12 +59,7 @@ def split_any_cost(
     """
     n_layers = check_count("n_layers", n_layers)
     n_partitions = check_count("n_partitions", n_partitions)
-    if n_partitions > n_layers:
-        raise BalanceError(
-            f"chain has fewer layers than partitions: n_partitions={n_partitions} "
-            f"(expected 1 <= n_partitions <= {n_layers}, the number of layers).\n"
-            f"Fix: n_partitions={n_layers}."
-        )
+    check_enough_layers("n_partitions", n_partitions, n_layers)
     if rules is not None:
         rules.check(n_layers, n_partitions)
     lengths = (rules or Rules()).lengths(n_layers)
