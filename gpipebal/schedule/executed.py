@@ -5,7 +5,7 @@ from __future__ import annotations
 from gpipebal.schedule.actions import Action, Schedule, check_count
 from gpipebal.schedule.checkpoint import Checkpoint, is_checkpointed, modes_of
 
-__all__ = ["gpipe_schedule", "one_f_one_b_schedule"]
+__all__ = ["gpipe_schedule", "in_two_phases", "one_f_one_b_schedule"]
 
 
 def gpipe_schedule(
@@ -36,15 +36,30 @@ def gpipe_schedule(
     """
     n_partitions = check_count("partitions", n_partitions)
     chunks = check_count("chunks", chunks)
+    return in_two_phases("gpipe", n_partitions, chunks, checkpoint, last_first=True)
+
+
+def in_two_phases(
+    name: str, n_partitions: int, chunks: int, checkpoint: Checkpoint, *, last_first: bool
+) -> Schedule:
+    """Order a mini-batch so that all forwards come before all recomputes and backwards.
+
+    Args:
+        name: Its name.
+        n_partitions: Number of partitions.
+        chunks: Number of micro-batches.
+        checkpoint: Which micro-batches are recomputed.
+        last_first: Whether the backwards begin with the last micro-batch.
+    """
     rows = []
     for j, mode in enumerate(modes_of(checkpoint, n_partitions)):  # j: partition
         row = [Action(j, "F", i) for i in range(chunks)]  # i: micro-batch
-        for i in reversed(range(chunks)):
+        for i in range(chunks)[:: -1 if last_first else 1]:
             if is_checkpointed(mode, i, chunks):
                 row.append(Action(j, "R", i))
             row.append(Action(j, "B", i))
         rows.append(tuple(row))
-    return Schedule("gpipe", tuple(rows))
+    return Schedule(name, tuple(rows))
 
 
 def one_f_one_b_schedule(

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from gpipebal.errors import BalanceError
 from gpipebal.schedule.actions import Action, Schedule, check_count
-from gpipebal.schedule.checkpoint import Checkpoint, is_checkpointed, modes_of, with_recomputes
+from gpipebal.schedule.checkpoint import Checkpoint, with_recomputes
+from gpipebal.schedule.executed import in_two_phases
 
 __all__ = [
     "gpipe_in_order_schedule",
@@ -59,15 +60,7 @@ def gpipe_in_order_schedule(
         )
     n_devices = check_count("devices", n_devices)
     chunks = check_count("chunks", chunks)
-    rows = []
-    for j, mode in enumerate(modes_of(checkpoint, n_devices)):  # j: partition
-        row = [Action(j, "F", i) for i in range(chunks)]  # i: micro-batch
-        for i in range(chunks):
-            if is_checkpointed(mode, i, chunks):
-                row.append(Action(j, "R", i))
-            row.append(Action(j, "B", i))
-        rows.append(tuple(row))
-    return Schedule("gpipe_in_order", tuple(rows))
+    return in_two_phases("gpipe_in_order", n_devices, chunks, checkpoint, last_first=False)
 
 
 def interleaved_schedule(
