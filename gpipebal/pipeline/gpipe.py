@@ -31,7 +31,8 @@ from gpipebal.pipeline.minibatch.inputs import (
     part_inputs,
 )
 from gpipebal.pipeline.minibatch.loss import MicroBatchLoss, Reduction
-from gpipebal.pipeline.minibatch.minibatch import MiniBatch, Watchers
+from gpipebal.pipeline.minibatch.minibatch import MiniBatch
+from gpipebal.pipeline.observers.watchers import Watchers
 from gpipebal.pipeline.process.caller import whole_call
 from gpipebal.pipeline.workers.runtime import Runtime, check_shared
 from gpipebal.plan import Plan

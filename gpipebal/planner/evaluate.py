@@ -11,9 +11,10 @@ from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
 from gpipebal.plan.checks import check_chunks
 from gpipebal.planner.assemble import equal_split
+from gpipebal.planner.devices import DeviceCosts
 from gpipebal.planner.plans import plan_of_balance
 from gpipebal.planner.posing import pose
-from gpipebal.planner.question import DeviceCosts, Options, Size, ask
+from gpipebal.planner.question import Options, Size, ask
 from gpipebal.problem import Link, to_bounds
 from gpipebal.profile import Profile
 from gpipebal.schedule import Checkpoint, check_count, check_schedule, modes_of

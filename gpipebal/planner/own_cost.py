@@ -12,7 +12,7 @@ from gpipebal.errors import BalanceError
 from gpipebal.objectives import OBJECTIVES
 from gpipebal.solvers.dense import AnyCost
 
-__all__ = ["AnyCost", "check_cost", "cost_of_run"]
+__all__ = ["check_cost", "cost_of_run"]
 
 
 def check_cost(cost: Any) -> AnyCost | None:

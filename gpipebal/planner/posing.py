@@ -8,8 +8,9 @@ from functools import cached_property
 
 from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
+from gpipebal.planner.devices import DeviceCosts
 from gpipebal.planner.execution import Execution
-from gpipebal.planner.question import DeviceCosts, Options, Question, ask
+from gpipebal.planner.question import Options, Question, ask
 from gpipebal.planner.times import recomputes_for
 from gpipebal.problem import Device, Memory, Problem, links_of
 from gpipebal.problem.chunking import as_planned, at_chunks

@@ -13,7 +13,7 @@ from gpipebal.objectives import MINIMISED, Objective, Quantity, check_objective
 from gpipebal.plan.checks import check_chunks
 from gpipebal.planner.devices import DeviceCosts, check_shared_devices, devices_asked
 from gpipebal.planner.layer_rules import LayerKey, join_rules
-from gpipebal.planner.own_cost import AnyCost, check_cost
+from gpipebal.planner.own_cost import check_cost
 from gpipebal.planner.quantiles import at_quantile, quantile_of
 from gpipebal.planner.runs.memory import KnownMemory
 from gpipebal.planner.times import runnable
@@ -32,12 +32,10 @@ from gpipebal.schedule import (
     modes_of,
     shares_devices,
 )
+from gpipebal.solvers.dense import AnyCost
 from gpipebal.units import parse_bytes
 
 __all__ = [
-    "AnyCost",
-    "DeviceCosts",
-    "LayerKey",
     "Options",
     "Question",
     "Size",

@@ -11,10 +11,11 @@ from typing import assert_never
 import numpy as np
 
 from gpipebal.objectives import Quantity, TimeObjective
-from gpipebal.planner.own_cost import AnyCost, cost_of_run
+from gpipebal.planner.own_cost import cost_of_run
 from gpipebal.problem import Problem, Rules
 from gpipebal.problem.checks import plain_number
 from gpipebal.schedule import CheckpointMode
+from gpipebal.solvers.dense import AnyCost
 
 __all__ = ["sensitivity"]
 

@@ -10,14 +10,17 @@ from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
 from gpipebal.planner.advice import explain
 from gpipebal.planner.best import best_of_all, roomier
+from gpipebal.planner.devices import DeviceCosts
+from gpipebal.planner.layer_rules import LayerKey
 from gpipebal.planner.plans import fits, plan_of_split, with_sensitivity
 from gpipebal.planner.posing import Posed, pose
-from gpipebal.planner.question import AnyCost, DeviceCosts, LayerKey, Options, Size, ask
+from gpipebal.planner.question import Options, Size, ask
 from gpipebal.planner.times import order_for
 from gpipebal.problem import Link, Rules
 from gpipebal.profile import Profile
 from gpipebal.schedule import Checkpoint, check_count
 from gpipebal.solvers import Objective, iter_best_splits
+from gpipebal.solvers.dense import AnyCost
 from gpipebal.solvers.dispatch import check_method
 
 if TYPE_CHECKING:

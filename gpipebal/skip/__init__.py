@@ -6,8 +6,9 @@ A layer `stash`es a value and a later one `pop`s it, both made `skippable`; see
 
 from __future__ import annotations
 
+from gpipebal.skip.driver import pop, stash
 from gpipebal.skip.layout import verify_skippables
 from gpipebal.skip.namespace import Namespace
-from gpipebal.skip.skippable import pop, skippable, stash
+from gpipebal.skip.skippable import skippable
 
 __all__ = ["Namespace", "pop", "skippable", "stash", "verify_skippables"]

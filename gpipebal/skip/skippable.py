@@ -12,11 +12,11 @@ from typing import Any, Self, TypeVar
 from torch import nn
 
 from gpipebal.errors import ModelError
-from gpipebal.skip.driver import Declared, drive, pop, stash
+from gpipebal.skip.driver import Declared, drive
 from gpipebal.skip.namespace import Namespace
 from gpipebal.skip.tracker import Key
 
-__all__ = ["Skippable", "is_skippable", "pop", "skippable", "stash"]
+__all__ = ["Skippable", "is_skippable", "skippable"]
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -28,7 +28,8 @@ from gpipebal.planner.recompute.ways import choices_of
 from gpipebal.problem import to_bounds
 from gpipebal.profile import LayerProfile, SkipProfile
 from gpipebal.schedule import make_schedule
-from gpipebal.solvers.knapsack.knapsack import Arc, Ceiling, Network, cheapest, lowest
+from gpipebal.solvers.knapsack.knapsack import cheapest, lowest
+from gpipebal.solvers.knapsack.network import Arc, Ceiling, Network
 
 MiB = 2**20
 

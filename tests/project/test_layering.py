@@ -149,6 +149,27 @@ def test_imports_inside_the_pipeline_point_down(path: Path) -> None:
             assert PIPELINE.index(folder) <= here, f"{path.name} imports {name}"
 
 
+@cache
+def _defined(path: Path) -> frozenset[str]:
+    """Return the names of all functions, classes and variables that a file makes."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    stored = (node for node in nodes if isinstance(node, ast.Name))
+    return frozenset(
+        {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        | {node.id for node in stored if isinstance(node.ctx, ast.Store)}
+    )
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_names_are_imported_from_their_home(path: Path) -> None:
+    """What a file imports from a module is defined there: only packages hand names on."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            home = ROOT.parent.joinpath(*node.module.split(".")).with_suffix(".py")
+            if home.is_file():
+                assert {alias.name for alias in node.names} <= _defined(home), node.module
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_torch_stays_at_the_top(path: Path) -> None:
     """Nothing below rank 4 imports torch, so that a saved profile is planned without it."""

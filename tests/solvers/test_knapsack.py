@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipebal.solvers.knapsack.knapsack import Arc, Ceiling, Network, cheapest, lowest
-from gpipebal.solvers.knapsack.network import decisive, within
+from gpipebal.solvers.knapsack.knapsack import cheapest, lowest
+from gpipebal.solvers.knapsack.network import Arc, Ceiling, Network, decisive, within
 
 HUGE = 2**60 + 1
 

@@ -52,7 +52,7 @@ from gpipebal.pipeline.workers.tied import drop_gradients
 from gpipebal.pipeline.workers.worker import given_up_error
 from gpipebal.schedule import Action, Schedule
 
-__all__ = ["MiniBatch", "Watchers"]
+__all__ = ["MiniBatch"]
 
 
 class MiniBatch:

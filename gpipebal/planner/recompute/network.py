@@ -29,7 +29,7 @@ from gpipebal.memory.loss import around_loss
 from gpipebal.memory.partitions import optimizer_peak
 from gpipebal.profile import LayerProfile
 from gpipebal.schedule import Action
-from gpipebal.solvers.knapsack.knapsack import Arc, Ceiling, Network
+from gpipebal.solvers.knapsack.network import Arc, Ceiling, Network
 
 __all__ = ["partition_network"]
 

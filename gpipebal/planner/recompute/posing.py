@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
+from gpipebal.planner.devices import DeviceCosts
 from gpipebal.planner.posing import Posed, posed_as
-from gpipebal.planner.question import DeviceCosts, Options, Size, check_memory_limit
+from gpipebal.planner.question import Options, Size, check_memory_limit
 from gpipebal.problem import Link
 from gpipebal.problem.chunking import check_planned
 from gpipebal.profile import Profile

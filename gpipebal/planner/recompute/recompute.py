@@ -13,9 +13,10 @@ from gpipebal.memory.layer_runs import with_nothing_saved_before, with_runs
 from gpipebal.memory.loss import loss_of_micro_batch
 from gpipebal.plan import Plan
 from gpipebal.planner.advice import named_layers
+from gpipebal.planner.devices import DeviceCosts
 from gpipebal.planner.evaluate import evaluate
 from gpipebal.planner.posing import Posed
-from gpipebal.planner.question import DeviceCosts, Size
+from gpipebal.planner.question import Size
 from gpipebal.planner.recompute.choice import LayerRecompute
 from gpipebal.planner.recompute.larger_limits import larger_limits
 from gpipebal.planner.recompute.network import partition_network
@@ -25,7 +26,8 @@ from gpipebal.problem import Device, Link, to_bounds
 from gpipebal.problem.checks import largest_denominator, scaled
 from gpipebal.profile import Profile
 from gpipebal.schedule import CheckpointMode, make_schedule
-from gpipebal.solvers.knapsack.knapsack import Network, Way, cheapest, lowest
+from gpipebal.solvers.knapsack.knapsack import Way, cheapest, lowest
+from gpipebal.solvers.knapsack.network import Network
 from gpipebal.units import format_bytes
 
 __all__ = ["recompute_layers"]

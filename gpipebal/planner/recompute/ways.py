@@ -11,7 +11,8 @@ import heapq
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
-from gpipebal.solvers.knapsack.knapsack import Arc, Network, Way, cheapest, lowest
+from gpipebal.solvers.knapsack.knapsack import Way, cheapest, lowest
+from gpipebal.solvers.knapsack.network import Arc, Network
 
 __all__ = ["Choice", "choices_of", "in_order"]
 
@@ -44,7 +45,7 @@ def choices_of(
         cheapest, and the cheapest for lower and lower limits, down to the lowest.
 
     Example:
-        >>> from gpipebal.solvers.knapsack.knapsack import Ceiling
+        >>> from gpipebal.solvers.knapsack.network import Ceiling
         >>> steps = {0: [Arc(1, 0, 8, (8,)), Arc(1, 5, 2, (9,))], 1: [Arc(2, 0, 1, (1,))]}
         >>> network = Network(steps, {2: [Ceiling(0, times=1, beside=0)]})
         >>> [way.cost for way in choices_of(network, 20, 9)[0]], choices_of(network, 12, 1)[1]

@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 from gpipebal.solvers.knapsack.network import (
     Arc,
-    Ceiling,
     Network,
     decisive,
     keeping,
@@ -32,7 +31,7 @@ from gpipebal.solvers.knapsack.network import (
     within,
 )
 
-__all__ = ["Arc", "Ceiling", "Network", "Way", "cheapest", "lowest"]
+__all__ = ["Way", "cheapest", "lowest"]
 
 #: Labels taken up between two looks at the clock.
 _BETWEEN_LOOKS = 256
@@ -112,6 +111,7 @@ def cheapest(network: Network, limit: int, time_limit: float | None = None) -> W
         Differs: what is limited is a peak along the way, not a sum alone.
 
     Example:
+        >>> from gpipebal.solvers.knapsack.network import Ceiling
         >>> steps = {0: [Arc(1, 0, 8, (8,)), Arc(1, 5, 2, (9,))], 1: [Arc(2, 0, 1, (1,))]}
         >>> network = Network(steps, {2: [Ceiling(0, times=1, beside=0)]})
         >>> cheapest(network, 12).cost, cheapest(network, 18).cost, cheapest(network, 11)
@@ -148,6 +148,7 @@ def lowest(network: Network) -> Way:
         As for `cheapest`, without costs: mostly much less.
 
     Example:
+        >>> from gpipebal.solvers.knapsack.network import Ceiling
         >>> steps = {0: [Arc(1, 0, 8, (8,)), Arc(1, 5, 2, (9,))], 1: [Arc(2, 0, 1, (1,))]}
         >>> lowest(Network(steps, {2: [Ceiling(0, times=1, beside=0)]})).peak
         12
