@@ -178,6 +178,11 @@ class Plan:
         return sum(self.balance)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the layers, in order."""
+        return tuple(name for partition in self.partitions for name in partition.layers)
+
+    @property
     def balance(self) -> tuple[int, ...]:
         """Number of layers in each partition."""
         return tuple(len(partition.layers) for partition in self.partitions)

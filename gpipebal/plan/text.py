@@ -136,8 +136,8 @@ def explanation(plan: Plan) -> str:
 def _runs(plan: Plan) -> Iterator[str]:
     """Say which layers are recomputed in runs."""
     if plan.runs:
-        names = [name for part in plan.partitions for name in part.layers]
-        named = [layer_range([names[k] for k in run]) for run in plan.runs[:4]]
+        names = plan.names
+        named = [layer_range(names[run.start : run.stop]) for run in plan.runs[:4]]
         more = len(plan.runs) - len(named)
         named += [f"and {more} more"] if more else []
         n_layers = sum(map(len, plan.runs))

@@ -148,12 +148,10 @@ def plot_balance(
 
 
 def _check_same_layers(profile: Profile, plan: Plan) -> None:
-    planned = [name for part in plan.partitions for name in part.layers]
-    if planned != list(profile.names):
-        differ = (
-            f"{a!r} and {b!r}" for a, b in zip(planned, profile.names, strict=False) if a != b
-        )
-        what = next(differ, f"{len(planned)} and {profile.n_layers} layers")
+    if plan.names != profile.names:
+        pairs = zip(plan.names, profile.names, strict=False)
+        differ = (f"{a!r} and {b!r}" for a, b in pairs if a != b)
+        what = next(differ, f"{plan.n_layers} and {profile.n_layers} layers")
         raise ProfileError(
             f"plan and profile are of different models: {what} (expected the same layers).\n"
             "Fix: give the profile that the plan was made from."

@@ -49,7 +49,7 @@ def check_planned(profile: Profile, plan: Plan) -> None:
         gpipebal.errors.BalanceError: plan is of another chain: its layer 0 is 'b' (expected 'a').
         Fix: give the profile that the plan was made from.
     """
-    names = tuple(name for part in plan.partitions for name in part.layers)
+    names = plan.names
     prints = tuple(one for part in plan.partitions for one in part.fingerprints)
     known = tuple(layer.fingerprint for layer in profile.layers)
     if names == profile.names and prints == known:

@@ -69,10 +69,11 @@ def test_a_frame_has_one_row_per_partition() -> None:
 
 
 def test_plan_derives_the_balance() -> None:
-    """The balance is the number of layers of each partition, and its sum the number of layers."""
+    """The balance is the number of layers of each partition; all of them are the plan's layers."""
     plan = _plan()
     assert plan.balance == (2, 1)
     assert (plan.n_partitions, plan.n_layers) == (2, 3)
+    assert plan.names == ("a", "b", "c")
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def check_truth(plan: gb.Plan, profile: gb.Profile, link: Link | None = None) ->
         overlap=plan.overlaps,
     )
     assert placed.makespan == pytest.approx(plan.makespan, rel=1e-12, abs=1e-12)
-    assert [name for part in plan.partitions for name in part.layers] == list(profile.names)
+    assert plan.names == profile.names
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=SLOW)

@@ -39,8 +39,8 @@ def check_plan_names(plan: Plan, names: Sequence[str]) -> None:
     Raises:
         BalanceError: it is for others; the error names the first that differs.
     """
-    planned = [name for partition in plan.partitions for name in partition.layers]
-    if planned == list(names):
+    planned = plan.names
+    if planned == tuple(names):
         return
     k = 0
     while k < min(len(planned), len(names)) and planned[k] == names[k]:

@@ -38,8 +38,8 @@ class LayerRecompute:
     @property
     def layer_names(self) -> tuple[tuple[str, ...], ...]:
         """Names of the layers of each run."""
-        names = [name for part in self.plan.partitions for name in part.layers]
-        return tuple(tuple(names[k] for k in run) for run in self.runs)
+        names = self.plan.names
+        return tuple(names[run.start : run.stop] for run in self.runs)
 
     @property
     def value(self) -> float:
@@ -107,8 +107,7 @@ class LayerRecompute:
         yield f"The makespan is {time}, and {format_seconds(before.makespan)} without any run."
 
     def _words(self, partition: int) -> str:
-        names = [name for part in self.plan.partitions for name in part.layers]
-        runs = self.runs_of(partition)
+        names, runs = self.plan.names, self.runs_of(partition)
         return ", ".join(layer_range(names[run.start : run.stop]) for run in runs)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
