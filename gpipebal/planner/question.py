@@ -182,12 +182,7 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
     inside = is_loss_inside(schedule, options.get("loss_inside"))
     shared = options.get("shared_memory")
     shared = profile.shares_memory if shared is None else check_flag("shared_memory", shared)
-    checkpoint = options.get("checkpoint", "except_last")
-    if not (isinstance(checkpoint, str) and checkpoint == "auto"):
-        checkpoint = of_array(checkpoint)
-        check_checkpoint(checkpoint, or_auto=True)
-        if not isinstance(checkpoint, str):
-            checkpoint = modes_of(tuple(checkpoint), n_partitions)
+    checkpoint = _checkpoint(options.get("checkpoint", "except_last"), n_partitions)
     objective = options.get("objective", "makespan")
     check_objective(objective)
     devices = devices_asked(options.get("devices"), profile, n_partitions, quantile)
@@ -212,14 +207,7 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
             f"any_order={any_order} (expected modes and devices that are given, where cost is).\n"
             "Fix: checkpoint='except_last' and any_order=False; the cost may count both."
         )
-    reserve = options.get("reserve")
-    limits = check_memory_limit(options.get("memory_limit"), n_partitions)
-    if reserve is not None and limits is None:
-        raise BalanceError(
-            f"reserve is taken off a limit, and there is none: reserve={reserve!r:.60}, "
-            "memory_limit=None (expected a limit where a reserve is given; that of a Device has "
-            "none).\nFix: reserve=None, or memory_limit='16 GiB'."
-        )
+    limits, reserve = _limits(options, n_partitions)
     question = Question(
         profile=profile,
         n_partitions=n_partitions,
@@ -230,7 +218,7 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
         devices=devices,
         any_order=any_order,
         limits=limits,
-        reserve=None if reserve is None else _size("reserve", reserve),
+        reserve=reserve,
         link=check_link("link", options.get("link")),
         rules=join_rules(
             profile, options.get("rules"), **{name: given.get(name) for name in RULE_NAMES}
@@ -245,6 +233,31 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
     )
     _check_method(question)
     return question
+
+
+def _checkpoint(asked: Any, n_partitions: int) -> Checkpoint | Literal["auto"]:
+    if isinstance(asked, str) and asked == "auto":
+        return "auto"
+    modes: Checkpoint = of_array(asked)
+    check_checkpoint(modes, or_auto=True)
+    return modes if isinstance(modes, str) else modes_of(tuple(modes), n_partitions)
+
+
+def _limits(
+    options: Options, n_partitions: int
+) -> tuple[int | tuple[int | None, ...] | None, int | None]:
+    """Return the memory limits, and what is to be kept free of each."""
+    limits = check_memory_limit(options.get("memory_limit"), n_partitions)
+    reserve = options.get("reserve")
+    if reserve is None:
+        return limits, None
+    if limits is None:
+        raise BalanceError(
+            f"reserve is taken off a limit, and there is none: reserve={reserve!r:.60}, "
+            "memory_limit=None (expected a limit where a reserve is given; that of a Device has "
+            "none).\nFix: reserve=None, or memory_limit='16 GiB'."
+        )
+    return limits, _size("reserve", reserve)
 
 
 def _check_method(question: Question) -> None:

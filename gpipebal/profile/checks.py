@@ -151,29 +151,32 @@ def check_profile(profile: Profile) -> None:
         )
     _check_step(profile, n_storages)
     for skip in profile.skips:
-        for index in (skip.source, skip.destination):
-            if type(index) is not int or not 0 <= index < profile.n_layers:
-                raise ProfileError(
-                    f"skip connection {skip.name!r} names a layer that does not exist: "
-                    f"layer={index!r} (expected 0..{profile.n_layers - 1}).\n"
-                    "Fix: profile the model again."
-                )
-        if skip.source > skip.destination:
-            raise ProfileError(
-                f"skip connection {skip.name!r} goes backwards: source={skip.source} (expected at "
-                f"most destination={skip.destination}).\nFix: profile the model again."
-            )
-        where = f"skip connection {skip.name!r}"
-        for storage in (*skip.storages, *(skip.gradient_storages or ())):
-            _check_storage(storage, n_storages, where)
-        if not _is_quantity(skip.value_gradient_bytes, whole=True):
-            raise _bad_value(where, "value_gradient_bytes", skip.value_gradient_bytes, SIZE)
-        if not isinstance(skip.gradient_is_given, bool):
-            raise _bad_value(where, "gradient_is_given", skip.gradient_is_given, "true or false")
+        _check_skip(skip, profile.n_layers, n_storages)
     for tie in profile.ties:
         _check_tie(tie, profile.n_layers)
     _check_shares(profile)
     _check_other_sizes(profile)
+
+
+def _check_skip(skip: SkipProfile, n_layers: int, n_storages: int) -> None:
+    for index in (skip.source, skip.destination):
+        if type(index) is not int or not 0 <= index < n_layers:
+            raise ProfileError(
+                f"skip connection {skip.name!r} names a layer that does not exist: "
+                f"layer={index!r} (expected 0..{n_layers - 1}).\nFix: profile the model again."
+            )
+    if skip.source > skip.destination:
+        raise ProfileError(
+            f"skip connection {skip.name!r} goes backwards: source={skip.source} (expected at "
+            f"most destination={skip.destination}).\nFix: profile the model again."
+        )
+    where = f"skip connection {skip.name!r}"
+    for storage in (*skip.storages, *(skip.gradient_storages or ())):
+        _check_storage(storage, n_storages, where)
+    if not _is_quantity(skip.value_gradient_bytes, whole=True):
+        raise _bad_value(where, "value_gradient_bytes", skip.value_gradient_bytes, SIZE)
+    if not isinstance(skip.gradient_is_given, bool):
+        raise _bad_value(where, "gradient_is_given", skip.gradient_is_given, "true or false")
 
 
 def _check_tie(tie: TieProfile, n_layers: int) -> None:

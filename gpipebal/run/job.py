@@ -24,7 +24,7 @@ from gpipebal.profiler.setting import check_values, layers_of
 from gpipebal.profiler.step.optimizer import Maker
 from gpipebal.report import RunReport
 from gpipebal.run.attempts import fastest, try_plans
-from gpipebal.run.comparison import train_in_turns
+from gpipebal.run.comparison import Measured, train_in_turns
 from gpipebal.run.folder import Folder
 from gpipebal.run.places import choose_places, describe_places, shares_places
 from gpipebal.run.workload import Workload, load_workload
@@ -115,26 +115,7 @@ def run(
     workload = load_workload(
         model, rows=rows, image_size=image_size, seed=seed, chunks=chunks, arguments=arguments
     )
-    if not len(workload.model):
-        raise BalanceError(
-            "model has no layers: there is nothing to run (expected one layer or more).\n"
-            "Fix: let the function return an nn.Sequential with layers."
-        )
-    keywords = workload.parting.get("keywords")
-    check_values(layers_of(workload.model), workload.sample, keywords, workload.target)
-    if not any(parameter.requires_grad for parameter in workload.model.parameters()):
-        n_parameters = len(list(workload.model.parameters()))
-        raise BalanceError(
-            f"model has nothing to train: trainable=0 of {count(n_parameters, 'parameter')} "
-            "(expected one or more that require a gradient).\n"
-            "Fix: let a parameter require a gradient (requires_grad_(True))."
-        )
-    if len(places) > len(workload.model):
-        raise BalanceError(
-            f"model has fewer layers than partitions: partitions={len(places)} "
-            f"(expected 1..{len(workload.model)}, the number of its layers).\n"
-            f"Fix: partitions={len(workload.model)}, or fewer."
-        )
+    _check_model(workload, len(places))
     limit = check_memory_limit(memory_limit, len(places))
     _check_optimizer(workload)
     on_cpu = places[0].type == "cpu"
@@ -166,6 +147,31 @@ def run(
         raise
     finally:
         folder.drop_if_empty()
+
+
+def _check_model(workload: Workload, n_partitions: int) -> None:
+    """Refuse a model that cannot be trained, or not in so many partitions."""
+    model = workload.model
+    if not len(model):
+        raise BalanceError(
+            "model has no layers: there is nothing to run (expected one layer or more).\n"
+            "Fix: let the function return an nn.Sequential with layers."
+        )
+    keywords = workload.parting.get("keywords")
+    check_values(layers_of(model), workload.sample, keywords, workload.target)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        n_parameters = len(list(model.parameters()))
+        raise BalanceError(
+            f"model has nothing to train: trainable=0 of {count(n_parameters, 'parameter')} "
+            "(expected one or more that require a gradient).\n"
+            "Fix: let a parameter require a gradient (requires_grad_(True))."
+        )
+    if n_partitions > len(model):
+        raise BalanceError(
+            f"model has fewer layers than partitions: partitions={n_partitions} "
+            f"(expected 1..{len(model)}, the number of its layers).\n"
+            f"Fix: partitions={len(model)}, or fewer."
+        )
 
 
 def _check_optimizer(workload: Workload) -> None:
@@ -200,18 +206,21 @@ class _Job:
     echo: Callable[[str], None]
     attempts: int = 1
 
+    @property
+    def n_parameters(self) -> int:
+        """Number of the model's parameters, all their elements counted."""
+        return sum(parameter.numel() for parameter in self.workload.model.parameters())
+
     def do(self) -> RunReport:
         workload, n_partitions = self.workload, len(self.places)
-        n_parameters = sum(parameter.numel() for parameter in workload.model.parameters())
-        self.echo(
-            f"{workload.name}: {count(len(workload.model), 'layer')}, {n_parameters:,} parameters"
-        )
+        layers = count(len(workload.model), "layer")
+        self.echo(f"{workload.name}: {layers}, {self.n_parameters:,} parameters")
         self.echo(describe_places(self.places, self.threads))
         if not workload.model.training:
             workload.model.train()  # such a model is profiled as if it were trained
         # Both trainings start from the same values; the pipeline trains the model itself.
         plain_model = deep_copy(workload.model, {})
-        self.echo(f"Profiling {count(len(workload.model), 'layer')}")
+        self.echo(f"Profiling {layers}")
         profile = profile_model(
             workload.model,
             workload.sample,
@@ -260,21 +269,29 @@ class _Job:
                 memory=[memory_over_time(each, held) for each in (timeline, predicted)],
             ),
         )
-        report = RunReport(
-            model=workload.name,
-            n_parameters=n_parameters,
+        report = self._report(profile, plan, measured)
+        self.folder.write("report.json", report.save)
+        figure = plot_run(profile, plan, predicted, timeline)
+        self.folder.write("plan.png", lambda path: save_figure(figure, path))
+        return report
+
+    def _report(self, profile: Profile, plan: Plan, measured: Measured) -> RunReport:
+        """Put together what was predicted and measured."""
+        return RunReport(
+            model=self.workload.name,
+            n_parameters=self.n_parameters,
             devices=tuple(map(str, self.places)),
             cores=visible_cores(),
             threads_per_partition=self.threads,
             balance=plan.balance,
             chunks=plan.chunks,
             mini_batch_rows=profile.mini_batch_rows,
-            image_size=workload.image_size,
+            image_size=self.workload.image_size,
             checkpoint=plan.checkpoint
             if isinstance(plan.checkpoint, str)
             else ",".join(plan.modes),
             seed=self.seed,
-            loss=workload.loss_name,
+            loss=self.workload.loss_name,
             optimizer=measured.optimizer,
             predicted_step_time=plan.step_time,
             step_times=tuple(measured.step_times),
@@ -286,10 +303,6 @@ class _Job:
             output=str(self.folder.path),
             provenance=dict(plan.provenance),
         )
-        self.folder.write("report.json", report.save)
-        figure = plot_run(profile, plan, predicted, timeline)
-        self.folder.write("plan.png", lambda path: save_figure(figure, path))
-        return report
 
     def _plan(self, profile: Profile) -> Plan:
         """Find the best plan; if several are tried, the one that runs fastest."""

@@ -112,22 +112,6 @@ def place(
         if pause is not None:
             check_phases(whole.rows)
         refuse(whole, actions or check_rows(whole), late=late_recompute)
-    columns = [
-        (
-            order.partitions,
-            order.kinds,
-            order.micro_batches,
-            times.starts[: order.n_actions],
-            times.ends[: order.n_actions],
-        )
-    ]
-    if durations.optimizer is not None:
-        done = times.ends if work.tail is None else times.arrivals
-        columns.append(_optimizer_steps(order, done, durations.optimizer))
-    columns += _copies(work, times) + _launches(work, times)
-    table = EventTable(*columns[0])
-    if len(columns) > 1:
-        table = EventTable(*(np.concatenate(parts) for parts in zip(*columns, strict=True)))
     devices: tuple[int, ...] | None = tuple(order.devices.tolist())
     if devices == tuple(range(order.n_devices)):
         devices = None
@@ -137,7 +121,22 @@ def place(
     if durations.has_transfers:
         said["overlap"] = overlap
     said.update(provenance or {})
+    table = _events(work, times, durations)
     return Timeline(table, order.n_partitions, "simulated", said, devices)
+
+
+def _events(work: Work, times: Times, durations: Durations) -> EventTable:
+    """Return the actions, then optimizer steps, copies, and launches by the host."""
+    order, n = work.order, work.order.n_actions
+    starts, ends = times.starts[:n], times.ends[:n]
+    columns = [(order.partitions, order.kinds, order.micro_batches, starts, ends)]
+    if durations.optimizer is not None:
+        done = times.ends if work.tail is None else times.arrivals
+        columns.append(_optimizer_steps(order, done, durations.optimizer))
+    columns += _copies(work, times) + _launches(work, times)
+    if len(columns) == 1:
+        return EventTable(*columns[0])
+    return EventTable(*(np.concatenate(parts) for parts in zip(*columns, strict=True)))
 
 
 def _run(work: Work, pause: float | None) -> Times | None:
