@@ -146,3 +146,11 @@ def test_copies() -> None:
     assert copy_of(base[:, :1].expand(-1, 5)).untyped_storage().nbytes() <= base.nbytes
     sliding = torch.arange(6.0).as_strided((4, 3), (1, 1))
     torch.testing.assert_close(copy_of(sliding), sliding)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_copies_of_quantised_numbers() -> None:
+    """They are dense: torch lays no quantised numbers out with gaps."""
+    whole = torch.quantize_per_tensor(torch.randn(3, 4), 0.1, 0, torch.qint8)
+    for one in (whole, whole.T, whole[:, ::2]):
+        assert torch.equal(copy_of(one).dequantize(), one.dequantize())

@@ -15,6 +15,7 @@ __all__ = [
     "copy_of",
     "has_storage",
     "is_shared",
+    "once_each",
     "parts_of",
     "plain_parts",
     "storage_key",
@@ -92,10 +93,11 @@ def copy_of(tensor: Tensor) -> Tensor:
 
     The strides decide what layers do: for example whether `contiguous()` copies, and so what a
     later write writes to. A clone keeps them only where elements lie side by side; a clone of an
-    expanded tensor would also have memory for repetitions of one element. Subclasses clone
-    themselves.
+    expanded tensor would also have memory for repetitions of one element. Subclasses and
+    quantised tensors clone themselves.
     """
-    if not has_storage(tensor) or type(tensor) not in (Tensor, Parameter) or not tensor.numel():
+    is_plain = type(tensor) in (Tensor, Parameter) and not tensor.is_quantized
+    if not has_storage(tensor) or not is_plain or not tensor.numel():
         return tensor.clone()
     reach, has_gaps = 1, False
     for step, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -117,7 +119,7 @@ class _WithStrides(torch.autograd.Function):
         copy = torch.empty_strided(
             tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
         )
-        _once_each(copy).copy_(_once_each(tensor))
+        once_each(copy).copy_(once_each(tensor))
         return copy
 
     @staticmethod
@@ -125,10 +127,10 @@ class _WithStrides(torch.autograd.Function):
         return gradient
 
 
-def _once_each(tensor: Tensor) -> Tensor:
-    """Return a view of a tensor that has each element in memory once."""
+def once_each(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor that has each element once which `Tensor.expand` repeats."""
     for dim, step in enumerate(tensor.stride()):
-        if not step:
+        if not step and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
 

@@ -25,7 +25,7 @@ from gpipebal.pipeline.values.parting import (
     scatter_leaves,
     spread_dims,
 )
-from gpipebal.pipeline.values.tensors import has_storage, parts_of
+from gpipebal.pipeline.values.tensors import copy_of, has_storage, once_each, parts_of
 
 __all__ = ["Batch"]
 
@@ -186,7 +186,12 @@ class Batch:
 
         Copies on the same device keep their strides, as views into the mini-batch have them.
         """
-        return self._with([_copied(leaf.detach(), device) for leaf in self.tensors])
+        return self._with(
+            [
+                copy_of(leaf) if leaf.device == device else leaf.to(device, copy=True)
+                for leaf in map(Tensor.detach, self.tensors)
+            ]
+        )
 
     def described(self) -> dict[str, Any]:
         """Say where rows are, if that is not dim 0 of all tensors; of keyword arguments by name."""
@@ -260,14 +265,6 @@ def _without_memory(leaf: Tensor, dim: Dim, rows: int, have: int) -> Tensor:
     return torch.empty(shape, dtype=leaf.dtype, device=_META)
 
 
-def _copied(leaf: Tensor, device: torch.device) -> Tensor:
-    if leaf.device != device or not _is_strided(leaf):
-        return leaf.to(device, copy=True)
-    copied = _like(leaf, device)
-    _once(copied).copy_(_once(leaf))
-    return copied
-
-
 def _like(leaf: Tensor, device: torch.device) -> Tensor:
     """Make a tensor with the layout of a view; one that overlaps with itself becomes dense."""
     if leaf.layout == torch.sparse_coo:  # of itself torch makes one without elements
@@ -281,7 +278,7 @@ def _like(leaf: Tensor, device: torch.device) -> Tensor:
         )
     if not _is_strided(leaf):
         return torch.empty_like(leaf, device=device)
-    once = _once(leaf)
+    once = once_each(leaf)
     made = torch.empty_strided(once.shape, once.stride(), dtype=leaf.dtype, device=device)
     return made.expand(leaf.shape)
 
@@ -293,14 +290,6 @@ def _is_strided(leaf: Tensor) -> bool:
     """
     if type(leaf) not in (Tensor, nn.Parameter) or not has_storage(leaf) or leaf.is_quantized:
         return False
-    once = _once(leaf)
+    once = once_each(leaf)
     span = 1 + sum((n - 1) * step for n, step in zip(once.shape, once.stride(), strict=True))
     return once.numel() <= span
-
-
-def _once(leaf: Tensor) -> Tensor:
-    """Return the elements of a tensor that has been expanded, each once."""
-    for dim, step in enumerate(leaf.stride()):
-        if step == 0 and leaf.shape[dim] > 1:
-            leaf = leaf.narrow(dim, 0, 1)
-    return leaf
