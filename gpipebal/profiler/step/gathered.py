@@ -115,24 +115,26 @@ def scaled_gathered(
     if loss is None:
         return seconds, None, ()
 
-    def larger(n_bytes: int | None) -> int:
-        return math.ceil((n_bytes or 0) * share)
+    def larger(count: int) -> int:
+        return math.ceil(count * share)
 
     grown = {n: numbers.new(larger(numbers.bytes[n])) for n in (*first.storages, *loss.saved)}
     of_leaves = [None if number is None else grown[number] for number in first.numbers]
     numbers.note(of_leaves, map(needs_gradient, first.value.leaves))
-    scaled: dict[str, Any] = {name: getattr(loss, name) * share for name in _TIMES}
-    scaled |= {name: larger(getattr(loss, name)) for name in _BYTES}
-    if loss.no_grad_forward_time is not None:
-        scaled["no_grad_forward_time"] = loss.no_grad_forward_time * share
-    if loss.flops is not None:
-        scaled["flops"] = larger(loss.flops)
+    known = {name: value for name, value in vars(loss).items() if value is not None}
+    scaled: dict[str, Any] = {name: known[name] * share for name in _TIMES if name in known}
+    scaled |= {name: larger(known[name]) for name in _COUNTS if name in known}
     whole = replace(loss, saved=tuple(grown[number] for number in loss.saved), **scaled)
     return seconds, whole, tuple(grown[number] for number in first.storages)
 
 
-_TIMES = ("forward_time", "backward_time", "recompute_time", "forward_spread", "backward_spread")
-_BYTES = (
+#: What of a loss grows with the rows: seconds; and bytes and operations.
+_TIMES = (
+    *("forward_time", "backward_time", "recompute_time", "forward_spread", "backward_spread"),
+    "no_grad_forward_time",
+)
+_COUNTS = (
+    "flops",
     "buffer_bytes",
     "output_bytes",
     "forward_peak_bytes",
