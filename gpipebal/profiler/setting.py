@@ -159,12 +159,12 @@ def parameters_cast_at_each_use() -> Iterator[None]:
 
 
 @contextmanager
-def random_numbers_kept(device: torch.device) -> Iterator[None]:
-    """Restore the random states of torch, numpy and Python after a block."""
-    devices = [device.index] if device.type == "cuda" else []
+def random_numbers_kept(*devices: torch.device) -> Iterator[None]:
+    """Restore the random states of torch (on devices too), numpy and Python after a block."""
+    numbers = {device.index for device in devices if device.type == "cuda"}
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=sorted(numbers), device_type="cuda"):
             yield
     finally:
         random.setstate(of_python)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +15,7 @@ from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.minibatch.inputs import part_inputs
 from gpipebal.pipeline.minibatch.loss import Reduction
 from gpipebal.pipeline.values.parting import spread_dims
+from gpipebal.profiler.setting import random_numbers_kept
 from gpipebal.schedule import SCHEDULES
 from gpipebal.verification.compare import Comparison, DifferenceError
 from gpipebal.verification.executions import (
@@ -132,7 +131,8 @@ def verify(
     parts = part_inputs(sample, task.keywords, pipe.in_dims, pipe.keyword_dims, pipe.chunks)[1]
     # The call, and if there is a loss a step under each schedule.
     schedules = [None, *(SCHEDULES if loss_fn is not None and len(pipe) else ())]
-    with _random_states_kept(pipe), _gradients_kept(module, pipe):
+    # Layers that draw from Python or numpy are wrong in a pipeline: detected, and undone here.
+    with random_numbers_kept(*pipe.devices), _gradients_kept(module, pipe):
         plain = plain_copy(module, pipe)
         try:
             comparison.check_models(plain, pipe)
@@ -213,17 +213,3 @@ def _gradients_kept(module: nn.Module, pipe: GPipe) -> Iterator[None]:
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient
-
-
-@contextmanager
-def _random_states_kept(pipe: GPipe) -> Iterator[None]:
-    """Put back the state of every generator that a layer might draw from."""
-    numbers = [device.index for device in pipe.devices if device.type == "cuda"]
-    # Layers that draw from Python or numpy are wrong in a pipeline: detected, and undone here.
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=sorted(set(numbers)), device_type="cuda"):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
