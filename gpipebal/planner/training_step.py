@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import BalanceError
 from gpipebal.memory.layer_runs import with_runs
 from gpipebal.plan import Plan
@@ -50,8 +49,6 @@ def training_step(profile: Profile, plan: Plan) -> Timeline:
         >>> training_step(profile, plan).makespan == plan.makespan
         True
     """
-    check_kind("profile", profile, Profile)
-    check_kind("plan", plan, Plan)
     check_planned(profile, plan)
     profile, execution = with_runs(as_planned(profile, plan), plan.runs), Execution.of(plan)
     bounds = to_bounds(plan.balance)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import BalanceError, ProfileError
 from gpipebal.plan import Plan
 from gpipebal.profile import Profile
@@ -40,6 +41,7 @@ def check_planned(profile: Profile, plan: Plan) -> None:
 
     Raises:
         BalanceError: the plan has other layers, or layers that have changed.
+        KindError: `profile` is not a Profile, or `plan` no Plan.
 
     Example:
         >>> from gpipebal.planner import solve
@@ -49,6 +51,8 @@ def check_planned(profile: Profile, plan: Plan) -> None:
         gpipebal.errors.BalanceError: plan is of another chain: its layer 0 is 'b' (expected 'a').
         Fix: give the profile that the plan was made from.
     """
+    check_kind("profile", profile, Profile)
+    check_kind("plan", plan, Plan)
     names = plan.names
     prints = tuple(one for part in plan.partitions for one in part.fingerprints)
     known = tuple(layer.fingerprint for layer in profile.layers)

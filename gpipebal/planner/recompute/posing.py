@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
 from gpipebal.planner.devices import DeviceCosts
@@ -35,8 +34,6 @@ def posed_again(
             no sense.
         KindError: `profile` is not a Profile, or `plan` no Plan.
     """
-    check_kind("profile", profile, Profile)
-    check_kind("plan", plan, Plan)
     check_planned(profile, plan)
     if plan.runs:
         raise BalanceError(
