@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpipebal.profile.fingerprint import is_uninitialized
 from gpipebal.profile.layer import TieProfile
 
 __all__ = ["find_ties"]
+
+#: Methods that return what sparse tensors are made of, by their layout.
+_INSIDE: Mapping[str, tuple[str, ...]] = {
+    "torch.sparse_coo": ("_indices", "_values"),
+    "torch.sparse_csr": ("crow_indices", "col_indices", "values"),
+    "torch.sparse_bsr": ("crow_indices", "col_indices", "values"),
+    "torch.sparse_csc": ("ccol_indices", "row_indices", "values"),
+    "torch.sparse_bsc": ("ccol_indices", "row_indices", "values"),
+}
 
 
 def find_ties(layers: Sequence[Any]) -> tuple[TieProfile, ...]:
@@ -41,7 +50,10 @@ def find_ties(layers: Sequence[Any]) -> tuple[TieProfile, ...]:
 
 
 def _bytes_of(tensor: Any) -> int:
-    """Return the bytes of a tensor; of one that wraps others, such as a quantised one, theirs."""
+    """Return the bytes of a tensor; of one that is made of others, sparse or quantised, theirs."""
     inner = getattr(type(tensor), "__tensor_flatten__", None)
-    parts = [] if inner is None else [getattr(tensor, name) for name in inner(tensor)[0]]
-    return sum(map(_bytes_of, parts)) if parts else int(tensor.nbytes)
+    names = _INSIDE.get(str(tensor.layout), ()) if inner is None else inner(tensor)[0]
+    if not names:
+        return int(tensor.nbytes)
+    values = (getattr(tensor, name) for name in names)
+    return sum(_bytes_of(value() if callable(value) else value) for value in values)

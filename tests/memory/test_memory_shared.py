@@ -18,9 +18,11 @@ from gpipebal.memory import partition_memory
 from gpipebal.memory.cell import Cell
 from gpipebal.pipeline import GPipe
 from gpipebal.pipeline.observers.ledger import Ledger
+from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.planner import evaluate
 from gpipebal.problem import Link
 from gpipebal.profile import TieProfile
+from gpipebal.profile.ties import find_ties
 from gpipebal.profiler.estimate import estimate_profile
 
 pytestmark = pytest.mark.timeout(300)
@@ -293,6 +295,18 @@ def test_what_the_profiler_tells_of_ties() -> None:
         TieProfile((0, 4), 8 * 4, 8 * 4),
         TieProfile((1, 3), 8 * 8 * 4 + 8 * 4, 8 * 8 * 4),
     )
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("kind", ["coo", "csr", "csc", "bsr", "bsc"])
+def test_tied_sparse_parameters_have_the_bytes_of_their_parts(kind: str) -> None:
+    """As the profiler counts them in the layers that have them."""
+    block = ((2, 2),) if kind.startswith("bs") else ()
+    weight = nn.Parameter(getattr(torch.eye(8), f"to_sparse_{kind}")(*block), requires_grad=False)
+    layers = [nn.Module(), nn.Module()]
+    for layer in layers:
+        layer.register_parameter("weight", weight)
+    assert find_ties(layers) == (TieProfile((0, 1), bytes_of(weight), 0),)
 
 
 def chain() -> gb.Profile:
