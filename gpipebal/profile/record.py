@@ -29,7 +29,6 @@ from gpipebal.profile.layer import (
 )
 from gpipebal.records import (
     check_missing,
-    check_unknown,
     damaged,
     fields_of,
     object_of,
@@ -46,22 +45,6 @@ __all__ = ["FORMAT", "VERSION", "parts_of", "record_of"]
 
 FORMAT = "gpipebal-profile"
 VERSION = 11
-
-_FIELDS = {
-    "chunks": "a whole number",
-    "common_inputs": "a list",
-    "inputs": "a list",
-    "layers": "a list",
-    "mini_batch_rows": "a whole number",
-    "other_sizes": "a list",
-    "provenance": "an object",
-    "rows": "a whole number",
-    "skips": "a list",
-    "step": "an object",
-    "storages": "a list",
-    "ties": "a list",
-    "without_gradient": "a list",
-}
 
 _Profile = TypeVar("_Profile", bound="Profile")
 _Part = TypeVar("_Part")
@@ -102,8 +85,7 @@ def parts_of(record: Mapping[str, Any], kind: type[_Profile]) -> _Profile:
 
 def _profile(record: Any, kind: type[_Profile], *, has_others: bool = True) -> _Profile:
     content = _up_to_date(without_header(record, FORMAT, VERSION), record["version"])
-    check_missing(content, "", _FIELDS)
-    check_unknown(content, "", _FIELDS)
+    content = fields_of(content, "", kind, also=kind.__dataclass_fields__)
     others = tuple_of(content["other_sizes"], "other_sizes")
     if others and not has_others:
         raise ProfileError(
@@ -195,7 +177,7 @@ def _up_to_date(content: dict[str, Any], version: int) -> dict[str, Any]:
     Raises:
         FileFormatError: it lacks a field that has to be changed, or has one of a later version.
     """
-    check_missing(content, "", {"step": _FIELDS["step"]})
+    check_missing(content, "", {"step": "an object"})
     for last, bring in (
         (1, _of_version_1),
         (2, _of_version_2),
