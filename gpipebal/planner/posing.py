@@ -48,11 +48,8 @@ class Posed:
     @cached_property
     def cautious(self) -> Problem:
         """The problem with the most waiting for busy neighbours that any timing allows."""
-        return replace(self.problem, memory=self._memory)
-
-    @property
-    def _memory(self) -> Memory:
-        return _memory_of(self.question, self.profile, self.chunks, cautious=True)
+        memory = _memory_of(self.question, self.profile, self.chunks, cautious=True)
+        return replace(self.problem, memory=memory)
 
     def counted(self, modes: Sequence[CheckpointMode]) -> tuple[CheckpointMode, ...]:
         """Return the modes of partitions that count under the schedule."""

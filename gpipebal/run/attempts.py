@@ -83,19 +83,25 @@ def try_plans(
             # Forwards and then in reverse, so that a drift of the machine affects all alike.
             order = range(len(plans)) if turn % 2 == 0 else reversed(range(len(plans)))
             for k in order:
-                if k not in failures:
-                    try:
-                        times[k] += _some_steps(model, plans[k], workload, devices, threads)
-                    except (RuntimeError, MemoryError) as error:
-                        if not is_out_of_memory(error):
-                            raise
-                        times[k].clear()
-                        # Only the text: the error's frames hold memory that the others need.
-                        failures[k] = str(error)
                 bar.update()
+                if k in failures:
+                    continue
+                try:
+                    times[k] += _some_steps(model, plans[k], workload, devices, threads)
+                except (RuntimeError, MemoryError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    times[k].clear()
+                    # Only the text: the error's frames hold memory that the others need.
+                    failures[k] = str(error)
     if len(failures) == len(plans):
         raise torch.OutOfMemoryError(failures[0])
     attempts = [Attempt(plan, tuple(found)) for plan, found in zip(plans, times, strict=True)]
+    echo(_table(attempts))
+    return attempts
+
+
+def _table(attempts: Sequence[Attempt]) -> str:
     best = fastest(attempts)
     rows = [["balance", "predicted step", "measured step", ""]]
     for attempt in attempts:
@@ -108,8 +114,7 @@ def try_plans(
                 "taken" if attempt is best else "",
             ]
         )
-    echo("\n".join(aligned(rows, left=(0, 3))))
-    return attempts
+    return "\n".join(aligned(rows, left=(0, 3)))
 
 
 def fastest(attempts: Sequence[Attempt]) -> Attempt:
