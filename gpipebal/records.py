@@ -34,10 +34,13 @@ __all__ = [
 MOST_CHUNKS = 2**20
 #: The most that bytes and seconds can be: a larger int may be too large for a float as well.
 MOST = 2**63 - 1
-#: What a number can be, in the words of errors.
+#: What a number of things can be, in the words of errors.
 COUNT = "a whole number, 1 or more"
+#: What a number of things that can be none can be.
 WHOLE = "a whole number, 0 or more"
+#: What a size can be.
 SIZE = "a whole number of bytes, 0 or more"
+#: What a time or a rate can be.
 NUMBER = "a finite number, 0 or more"
 
 #: How annotations begin, and the JSON type for each; all others are objects.
