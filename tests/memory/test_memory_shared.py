@@ -284,6 +284,32 @@ def test_what_the_profiler_tells_of_values() -> None:
     assert profile.layers[2].copied_bytes == 0
 
 
+class Asks(Beside):
+    """Takes another way where the value that it hands through needs no gradient."""
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        assert value[1].requires_grad or not torch.is_grad_enabled()
+        return super().forward(value)
+
+
+@pytest.mark.parametrize("way", [{"timeout": 0}, {"method": "estimate", "rates": "CPU core"}])
+def test_layers_may_ask_whether_what_they_hand_through_needs_a_gradient(
+    way: dict[str, Any],
+) -> None:
+    """A profile looks at them as they are trained, and finds what it finds without the question."""
+    plain, sample = handed_through()
+    asking, _ = handed_through()
+    for k in range(1, 5):
+        asking[k] = Asks(asking[k].layer)
+    found = [
+        gb.profile_model(model, sample, rows=(), progress=False, **way) for model in (plain, asking)
+    ]
+    for one, other in zip(found[0].layers, found[1].layers, strict=True):
+        assert (one.handed_through, one.copied_bytes) == (other.handed_through, other.copied_bytes)
+        assert one.chained_peak_bytes == other.chained_peak_bytes
+        assert one.backward_peak_bytes == other.backward_peak_bytes
+
+
 def test_what_the_profiler_tells_of_ties() -> None:
     """Parameters that the same layers share stand together; a frozen one has no gradients."""
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)

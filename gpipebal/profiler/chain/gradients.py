@@ -83,25 +83,32 @@ class _Begin(torch.autograd.Function):
 
 @contextmanager
 def handed_through(
-    inputs: Iterable[Any], roots: Sequence[tuple[Tensor, Tensor]], found: dict[int, int]
+    inputs: Iterable[Any],
+    outputs: Sequence[Any],
+    gradients: Sequence[Tensor | None],
+    found: dict[int, tuple[int, int]],
 ) -> Iterator[None]:
     """Find the inputs that are outputs too, and whose gradient in a block's backward is the same.
 
     Args:
         inputs: Leaves of autograd.
-        roots: Outputs, with the gradients that the backward starts from.
-        found: Receives the places of the inputs, with the keys of their storages.
+        outputs: What came out.
+        gradients: The gradients that the backward starts from, one for each output.
+        found: Receives the places of the inputs, with the keys of their storages, and the places of
+            these outputs.
     """
     given = {
-        (storage_key(output), storage_key(gradient))
-        for output, gradient in roots
-        if has_storage(output) and has_storage(gradient)
+        (storage_key(output), storage_key(gradient)): at
+        for at, (output, gradient) in enumerate(zip(outputs, gradients, strict=True))
+        if gradient is not None and has_storage(output) and has_storage(gradient)
     }
 
     def look_at(place: int, key: int) -> Callable[[Tensor], None]:
         def look(gradient: Tensor) -> None:
-            if has_storage(gradient) and (key, storage_key(gradient)) in given:
-                found[place] = key
+            if has_storage(gradient):
+                at = given.get((key, storage_key(gradient)))
+                if at is not None:
+                    found[place] = key, at
 
         return look
 

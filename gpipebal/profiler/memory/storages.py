@@ -79,13 +79,12 @@ def measure_layer_memory(
     for key, n_bytes in run.saved.items():
         if key not in known:
             known[key] = numbers.new(n_bytes)
-    through_numbers = distinct_numbers(known[key] for key in run.through.values())
+    through_numbers = distinct_numbers(known[key] for key, _ in run.through.values())
     saved_numbers = distinct_numbers(known[key] for key in run.saved)
     forward, backward, through = run.forward_peak, run.backward_peak, set(run.through)
+    ends = {output for _, output in run.through.values()}
     hands_through = {
-        place: output
-        for place, output in _same_gradients(chain, k, run).items()
-        if run.hands_back_own[place]
+        place: output for place, (_, output) in run.through.items() if run.hands_back_own[place]
     }
     saved_buffers, kept_bytes = run.constant & kept.keys(), run.kept_bytes
     n_popped = [len(arrived.skips[key]) for key in chain.popped(k)]
@@ -110,11 +109,11 @@ def measure_layer_memory(
 
     accumulating, _ = backward_again(keeps=True)
     # In a chain, the gradients that come in are freed, and what is handed through is not copied.
-    chained_accumulating, _ = backward_again(through, "views", keeps=True)
-    own_accumulating, _ = backward_again(through, "own")
-    chained, hands_back = backward_again(through, "views")
-    own_chained, hands_back_if_given = backward_again(through, "own")
-    without_copies = backward_again(through)[0].whole if through else backward
+    chained_accumulating, _ = backward_again(ends, "views", keeps=True)
+    own_accumulating, _ = backward_again(ends, "own")
+    chained, hands_back = backward_again(ends, "views")
+    own_chained, hands_back_if_given = backward_again(ends, "own")
+    without_copies = backward_again(ends)[0].whole if ends else backward
     memory = LayerMemory(
         outputs=hands_on.storages,
         saved=saved_numbers,
@@ -238,7 +237,8 @@ class _Run(NamedTuple):
         passed: The layer's output.
         saved: Bytes of each storage that was saved.
         constant: Those of them that exist all the time.
-        through: Storages of the inputs that were handed through, by their places.
+        through: For each input that was handed through, by place, the key of its storage and the
+            place of the output that it is.
         kept_bytes: Bytes of what the layer keeps after its forward.
         hands_back_own: For each input's gradient, by place, whether nothing else holds its memory.
         hands_back: In which memory each input's gradient is, by place.
@@ -251,7 +251,7 @@ class _Run(NamedTuple):
     passed: Value
     saved: dict[int, int]
     constant: set[int]
-    through: dict[int, int]
+    through: dict[int, tuple[int, int]]
     kept_bytes: int
     hands_back_own: dict[int, bool]
     hands_back: dict[int, tuple[int, int, int] | None]
@@ -276,7 +276,8 @@ def _forward_and_backward(
         value: What goes into it.
         ledger: Where memory is counted.
         constants: Tensors that exist all the time.
-        unwanted: Places of inputs whose gradients are left out.
+        unwanted: Places of outputs whose gradients are left out. The layer is run as it is trained
+            all the same: it may ask whether its inputs need a gradient.
         gradients: What holds the gradients that the backward is given: this function, to the end,
             or the backward alone, until they are used.
     """
@@ -292,8 +293,6 @@ def _forward_and_backward(
 
     with ledger.watch(0):
         inputs, given = chain.prepare(k, value, wants=True)
-        for place in unwanted:
-            inputs[place].requires_grad_(False)
         before, peak = ledger.live_now(), _Peak(ledger, chain.device)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             passed = chain.call(k, given, value)
@@ -316,14 +315,20 @@ def _forward_and_backward(
         elsewhere = {*saved, *handed, *map(storage_key, filter(has_storage, given))}
         kept = [each for each in kept_by(layer) if elsewhere.isdisjoint(_keys_of(each))]
         freed: list[int] = []
-        roots, begun = (
-            (roots_of(outputs, chain.gradients(k, passed)), 0)
-            if gradients == "held"
-            else begun_inside(outputs, lambda: freed.append(peak.bytes), gradients == "views")
-        )
-        through: dict[int, int] = {}
+        ends = [None if place in unwanted else leaf for place, leaf in enumerate(outputs)]
+        made: list[Tensor | None] = [None] * len(ends)
+        if gradients == "held":
+            made = [
+                None if place in unwanted else one
+                for place, one in enumerate(chain.gradients(k, passed))
+            ]
+            roots, begun = roots_of(ends, made), 0
+        else:
+            as_views = gradients == "views"
+            roots, begun = begun_inside(ends, lambda: freed.append(peak.bytes), as_views)
+        through: dict[int, tuple[int, int]] = {}
         with (
-            handed_through(inputs, roots, through),
+            handed_through(inputs, ends, made, through),
             own_gradients(inputs) as are_own,
             handed_back(inputs, hold=gradients != "held") as back,
         ):
@@ -341,13 +346,6 @@ def _bytes_of_live(storages: Mapping[int, weakref.ref[Any]]) -> dict[int, int]:
     """Return the bytes of those storages that live, by key."""
     found = {key: reference() for key, reference in storages.items()}
     return {key: storage.nbytes() for key, storage in found.items() if storage is not None}
-
-
-def _same_gradients(chain: Chain, k: int, run: _Run) -> dict[int, int]:
-    """Map the places of inputs that were handed through to those of the outputs that they are."""
-    outputs = chain.outputs(k, run.passed)
-    keys = [storage_key(leaf) if has_storage(leaf) else None for leaf in outputs]
-    return {place: keys.index(key) for place, key in run.through.items()}
 
 
 def _kept_by_functions(outputs: Iterable[Any]) -> Iterator[Tensor]:
