@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import GpipebalError
+from gpipebal.pipeline.process.eager import run_eagerly
 from gpipebal.pipeline.values.microbatch import which_need_gradient
 from gpipebal.profile import SkipProfile
 from gpipebal.profiler.chain.chain import Chain
@@ -27,7 +29,8 @@ from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers
 from gpipebal.profiler.chain.value import Routes, Value, as_leaves
 from gpipebal.profiler.memory.layer_memory import LayerMemory
 from gpipebal.profiler.memory.storages import measure_layer_memory
-from gpipebal.profiler.replicas.identity import identity_of
+from gpipebal.profiler.replicas.identity import Alike
+from gpipebal.profiler.replicas.reads import names_read
 from gpipebal.profiler.replicas.replica import replicate
 from gpipebal.profiler.survey import Survey, describe_skips, flops_of
 from gpipebal.profiler.times.rounds import Pace, Subject, Times
@@ -122,7 +125,7 @@ def walk_alone(
     Raises:
         GpipebalError: a layer failed at the micro-batch's own size, or, with `must`, at any.
     """
-    twins: dict[Hashable, _Twin] = {}
+    twins = Alike[_Twin](modules if share else ())
     notes: list[str] = []
 
     def give_up(i: int, error: GpipebalError) -> None:
@@ -133,31 +136,35 @@ def walk_alone(
 
     for k, (name, module) in enumerate(zip(names, modules, strict=True)):
         dims = out_dims if k == len(names) - 1 else None
-        kinds = [_kind(module, walk.arrived, k, routes, dims) if share else None for walk in walks]
+        shares = share and not any(k in ends for ends in routes.values())  # skips have names
+        keys = [(i, _kind(walk.arrived, k, dims)) for i, walk in enumerate(walks)] if shares else []
+        known = [twin for key in keys if (twin := twins.find(k, key)) is not None]
         # For all sizes or for none, because they are measured in turns.
-        known = None not in kinds and all((i, kind) in twins for i, kind in enumerate(kinds))
-        if known:
-            for i, walk in enumerate(walks):
-                _repeat(walk, twins[i, kinds[i]])
+        if shares and len(known) == len(walks):
+            for walk, twin in zip(walks, known, strict=True):
+                _repeat(walk, twin)
         else:
             # A copy of its own: it does no harm if a layer writes to its parameters.
             replica = replicate([name], [module], device, private=(0,), keep_modes=keep_modes)[0]
             before = [list(walk.arrived.numbers) for walk in walks]
             subjects: dict[int, Subject] = {}
-            for i, walk in enumerate(walks):
-                try:
-                    written = subjects[0].chain.written if subjects else None
-                    subjects[i] = _look(walk, k, name, replica, routes, device, dims, written)
-                except GpipebalError as error:
-                    give_up(i, error)
+            with _reading(shares and twins.differ[k]) as reads:
+                for i, walk in enumerate(walks):
+                    try:
+                        written = subjects[0].chain.written if subjects else None
+                        subjects[i] = _look(walk, k, name, replica, routes, device, dims, written)
+                        if reads is not None:
+                            _recompute(subjects[i])
+                    except GpipebalError as error:
+                        give_up(i, error)
             for i, times in _rounds(subjects, pace, give_up).items():
                 walks[i].times.append(times)
             if len(subjects) < len(walks):
-                twins.clear()  # they are numbered by size
+                twins.forget()  # they are numbered by size
                 walks[:] = [walks[i] for i in subjects]
-            elif share:
-                for i, (walk, kind) in enumerate(zip(walks, kinds, strict=True)):
-                    twins[i, kind] = _Twin(k, before[i], walk.arrived)
+            elif shares:
+                for walk, key, numbers in zip(walks, keys, before, strict=True):
+                    twins.add(k, key, _Twin(k, numbers, walk.arrived), reads)
             del replica, subjects
         pace.told()
     return notes
@@ -199,6 +206,25 @@ def _look(
     return Subject(chain)
 
 
+@contextmanager
+def _reading(wanted: bool) -> Iterator[set[str] | None]:
+    """Note what a layer reads in a block, if that is wanted.
+
+    A compiler would take what notes for a part of the layer, so the layer runs as it was written.
+    """
+    if not wanted:
+        yield None
+        return
+    with run_eagerly(), names_read() as names:
+        yield names
+
+
+def _recompute(subject: Subject) -> None:
+    """Run a layer as it will be clocked and has not been looked at: only then it may read more."""
+    with _brought(subject.chain):
+        subject.chain.recompute()
+
+
 def _rounds(
     subjects: dict[int, Subject], pace: Pace, give_up: Callable[[int, GpipebalError], None]
 ) -> dict[int, Times]:
@@ -237,12 +263,18 @@ def _rounds(
 
 
 def _round(subject: Subject, times: Times) -> None:
-    chain = subject.chain
+    with _brought(subject.chain):
+        times.run_round(subject, whole=False)
+
+
+@contextmanager
+def _brought(chain: Chain) -> Iterator[None]:
+    """Bring the input of a layer to the device for a block."""
     on_host = chain.start
     with memory_for(f"the input of layer {chain.names[0]!r}"):
         chain.start = _value_to(on_host, chain.device, only=chain.popped(0))
     try:
-        times.run_round(subject, whole=False)
+        yield
     finally:
         chain.start = on_host
 
@@ -259,12 +291,8 @@ def join_times(layers: Sequence[Times]) -> Times:
     return joined
 
 
-def _kind(
-    module: nn.Module, arrived: Arrived, k: int, routes: Routes, out_dims: Any
-) -> Hashable | None:
-    """Return a key that layers share if they and their inputs are alike; None: it has skips."""
-    if any(k in ends for ends in routes.values()):
-        return None
+def _kind(arrived: Arrived, k: int, out_dims: Any) -> Hashable:
+    """Return a key that layers share if what goes into them is alike."""
     same = {number: place for place, number in reversed(list(enumerate(arrived.numbers)))}
     inputs = tuple(
         (type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, same[number])
@@ -273,7 +301,7 @@ def _kind(
         for leaf, number in zip(arrived.value.leaves, arrived.numbers, strict=True)
     )
     value = arrived.value
-    return identity_of(module), inputs, str(value.structure), value.views, k == 0, str(out_dims)
+    return inputs, str(value.structure), value.views, k == 0, str(out_dims)
 
 
 def _repeat(walk: SizeWalk, twin: _Twin) -> None:

@@ -129,8 +129,9 @@ def profile_model(
         one_at_a_time: Whether to have only one layer on the device at a time, with its gradients
             and activations, for models that do not fit; None: on CUDA, if parameters are
             elsewhere. The times then do not include the effects of neighbours on each other.
-        share_identical: Whether to measure layers of the same class, options, shapes and input only
-            once. Each layer is then measured alone, as with `one_at_a_time`.
+        share_identical: Whether to measure layers of the same class, shapes and input only once, if
+            what they read of their options is the same. Each layer is then measured alone, as with
+            `one_at_a_time`.
         as_pipeline: Whether to run a few steps as a pipeline on the CPU after the repeats, and to
             correct the times by the result: a partition is not the sum of its layers. Within one
             kind of work, such as forwards, this does not change how layers compare. Ignored on

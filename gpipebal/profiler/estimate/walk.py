@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,7 +32,8 @@ from gpipebal.profiler.estimate.stand_ins import META, Leaf, stand_in_for
 from gpipebal.profiler.memory.layer_memory import LayerMemory
 from gpipebal.profiler.memory.storages import measure_layer_memory
 from gpipebal.profiler.replicas.harmless import tensors_reached
-from gpipebal.profiler.replicas.identity import identity_of
+from gpipebal.profiler.replicas.identity import Alike
+from gpipebal.profiler.replicas.reads import names_read
 from gpipebal.rates import DeviceRates
 from gpipebal.skip.tracker import Key
 
@@ -108,13 +109,12 @@ class Walk:
         self._told = told
         self._keep_modes = keep_modes
         self._out_dims = out_dims
-        self._known: dict[Hashable, _Found] = {}
-        self._identities = [identity_of(layer) for layer in layers]
+        self._known = Alike[_Found](layers)
 
     @property
     def n_run(self) -> int:
         """How many layers were run, over all sizes."""
-        return len(self._known)
+        return self._known.count
 
     def along(
         self, start: Value, numbers: Numbers
@@ -161,19 +161,22 @@ class Walk:
         # The first layer's input never needs a gradient, and only the last layer's output is
         # joined; skips have names.
         key: Hashable = (
-            self._identities[k],
             k == 0,
             str(self._dims_of(k)),
             tuple(popped),
             tuple(stashed),
             _hashable(known_as),
         )
-        found = self._known.get(key)
+        found = self._known.find(k, key)
         if found is None:
             here = _OnItsWay(known_as[0][0], arrived.structure)
             for skip, (leaves, _) in zip(popped, known_as[1:], strict=True):
                 here.skips[skip] = (leaves, arrived.skips[skip][1])
-            found = self._known[key] = self._run(k, here, stashed, len(local.outer))
+            reading = names_read() if self._known.differ[k] else nullcontext()
+            layer = stand_in_for(self._names[k], self._layers[k], keep_modes=self._keep_modes)
+            with reading as names:
+                found = self._run(k, layer, here, stashed, len(local.outer))
+            self._known.add(k, key, found, names)
         outer = [*local.outer, *(numbers.new(n_bytes) for n_bytes in found.new_bytes)]
         memory = found.estimate.memory
         outputs = tuple(outer[number] for number in memory.outputs)
@@ -196,7 +199,14 @@ class Walk:
     def _dims_of(self, k: int) -> Any:
         return self._out_dims if k == len(self._layers) - 1 else None
 
-    def _run(self, k: int, arrived: _OnItsWay, stashed: Sequence[Key], n_inputs: int) -> _Found:
+    def _run(
+        self,
+        k: int,
+        layer: nn.Module,
+        arrived: _OnItsWay,
+        stashed: Sequence[Key],
+        n_inputs: int,
+    ) -> _Found:
         name = self._names[k]
         made: dict[int, Any] = {}
         views = [
@@ -218,7 +228,6 @@ class Walk:
         }
         for number in range(n_inputs):
             inner.new(n_bytes[number])
-        layer = stand_in_for(name, self._layers[k], keep_modes=self._keep_modes)
         constants = Constants(tensors_reached(layer))
         with without_values(name), acting_as_device(self._rates) as notes, constants:
             chain = Chain(

@@ -2,5 +2,5 @@
 
 Read in this order: `copying` (a copy of one layer), `replica` (copies that share the parameters'
 memory), `compiled` (layers that torch compiles), `harmless`, `caches` and `torch_state` (what is
-put back afterwards), `identity` (which layers are alike).
+put back afterwards), `reads` and `identity` (which layers are alike).
 """

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import enum
 import types
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from gpipebal.pipeline.values.tensors import has_storage, plain_parts
+from gpipebal.profiler.replicas.reads import EVERYTHING, reads_unseen
 
-__all__ = ["identity_of"]
+__all__ = ["Alike", "Identity", "identity_of"]
+
+T = TypeVar("T")
 
 #: Attributes of a module that are compared in another way.
 _LOOKED_AT = ("_parameters", "_buffers", "_modules")
@@ -22,7 +25,83 @@ _DEPTH = 4
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 
 
-def identity_of(layer: nn.Module) -> Hashable:
+class Identity(NamedTuple):
+    """What decides the costs of a layer, besides its input.
+
+    Attributes:
+        form: All but its plain options.
+        options: The plain values among its attributes, by name, in the order of its modules.
+    """
+
+    form: Hashable
+    options: tuple[tuple[str, Hashable], ...]
+
+    def options_of(self, names: Collection[str] | None) -> Hashable:
+        """Return the options of these names; None: all."""
+        return self.options if names is None else tuple(o for o in self.options if o[0] in names)
+
+
+class Alike(Generic[T]):
+    """What is known of layers, each for all that cost the same.
+
+    Args:
+        layers: All layers.
+
+    Attributes:
+        count: Of how many layers and inputs something is known.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self.count = 0
+        self._layers = layers
+        self._identities = [identity_of(layer) for layer in layers]
+        options: dict[Hashable, set[Hashable]] = {}
+        for one in self._identities:
+            options.setdefault(one.form, set()).add(one.options)
+        #: Whether others differ from a layer in their options alone: what it reads then matters.
+        self.differ = [len(options[one.form]) > 1 for one in self._identities]
+        # By form and key: for the names that a layer has read, what is known by their values.
+        self._known: dict[Hashable, dict[frozenset[str] | None, dict[Hashable, T]]] = {}
+
+    def find(self, k: int, key: Hashable) -> T | None:
+        """Return what is known of layers like layer k.
+
+        Args:
+            k: Index of the layer.
+            key: What else its costs depend on.
+        """
+        layer = self._identities[k]
+        for names, known in self._known.get((layer.form, key), {}).items():
+            found = known.get(layer.options_of(names))
+            if found is not None:
+                return found
+        return None
+
+    def add(self, k: int, key: Hashable, found: T, names: Collection[str] | None = None) -> None:
+        """Add what was found out about layer k.
+
+        Args:
+            k: Index of the layer.
+            key: What else its costs depend on.
+            found: What was found.
+            names: Names of the attributes that it has read since it was copied, as `names_read`
+                notes them; None: not known, so all of them count.
+        """
+        layer = self._identities[k]
+        if names is None or EVERYTHING in names or reads_unseen(self._layers[k]):
+            read = None
+        else:
+            read = frozenset(name for name, _ in layer.options if name in names)
+        known = self._known.setdefault((layer.form, key), {}).setdefault(read, {})
+        known[layer.options_of(read)] = found
+        self.count += 1
+
+    def forget(self) -> None:
+        """Forget all that is known."""
+        self._known.clear()
+
+
+def identity_of(layer: nn.Module) -> Identity:
     """Return what two layers have in common only if they cost the same for the same input.
 
     That is more than a fingerprint, which leaves out private attributes: it includes classes,
@@ -30,6 +109,7 @@ def identity_of(layer: nn.Module) -> Hashable:
     attribute. Objects count as equal only if they are one object, as a shared configuration is.
     """
     known: dict[int, int] = {}
+    options: list[tuple[str, Hashable]] = []
 
     def tensors(named: Mapping[str, Tensor | None]) -> Hashable:
         return tuple(
@@ -37,20 +117,27 @@ def identity_of(layer: nn.Module) -> Hashable:
             for name, t in named.items()
         )
 
-    return tuple(
+    def attribute(name: str, value: Any) -> Hashable:
+        if not isinstance(value, _PLAIN):
+            return name, _plain(value, _DEPTH)
+        options.append((name, _plain(value, _DEPTH)))
+        return name
+
+    form = tuple(
         (
             path,
             type(module),
             tensors(module._parameters),
             tensors(module._buffers),
             tuple(
-                (name, _plain(value, _DEPTH))
+                attribute(name, value)
                 for name, value in vars(module).items()
                 if name not in _LOOKED_AT
             ),
         )
         for path, module in layer.named_modules(remove_duplicate=False)
     )
+    return Identity(form, tuple(options))
 
 
 def _kind_of(tensor: Tensor) -> tuple[Hashable, ...]:

@@ -1,0 +1,185 @@
+"""Layers that differ in what they do not read are alike; all others are told apart."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gpipebal as gb
+from gpipebal.profiler.replicas.reads import names_read
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Placed(nn.Module):
+    """A layer that knows its place in a chain."""
+
+    def __init__(self, place: int, use: Callable[[Any, Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.place = self.inner.place = place
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        return x if self.use is None else self.use(self, x)
+
+
+class ByDictionary(Placed):
+    """Looks at its place by a name that the code does not have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + vars(self)["pla" + "ce"]
+
+
+class Copied(Placed):
+    """Looks at its place when it is copied."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.doubles = bool(state["place"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x * 2.0 if vars(self).get("doubles") else x
+
+
+class Found(Placed):
+    """Has its attributes found in a way of its own."""
+
+    def __getattribute__(self, name: str) -> Any:
+        return object.__getattribute__(self, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.place
+
+
+class InBackward(torch.autograd.Function):
+    """Looks at the place of a layer in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Placed) -> Tensor:
+        ctx.layer = layer
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient + ctx.layer.inner.place, None
+
+
+def add_half(layer: Any, x: Tensor) -> Tensor:
+    """Add another attribute of a part."""
+    return x + layer.inner.half
+
+
+def only_in(asks: Callable[[], bool]) -> Callable[[Any, Tensor], Tensor]:
+    """Look at the place only in some phases."""
+    return lambda layer, x: x + layer.place if asks() else x
+
+
+def in_a_hook(layer: Any, x: Tensor) -> Tensor:
+    """Look at the place of a part in its hook."""
+    handle = layer.inner.register_forward_hook(lambda inner, _, out: out + inner.place)
+    try:
+        return layer.inner(x)
+    finally:
+        handle.remove()
+
+
+#: Ways to look at the place; the class of layers that looks, and what it does.
+READS: dict[str, tuple[type[Placed], Callable[[Any, Tensor], Tensor] | None]] = {
+    "by its name": (Placed, lambda layer, x: x + layer.place),
+    "of a part": (Placed, lambda layer, x: x + layer.inner.place),
+    "by another name": (Placed, lambda layer, x: x + getattr(layer, "pla" + "ce")),
+    "whether it is there": (Placed, lambda layer, x: x + 1 if hasattr(layer, "place") else x),
+    "by the dictionary": (ByDictionary, None),
+    "in its text": (Placed, lambda layer, x: x + len(str(vars(layer)))),
+    "of a copy": (Placed, lambda layer, x: x + copy.copy(layer).place),
+    "when it is copied": (Copied, None),
+    "in a way of its own": (Found, None),
+    "in a hook": (Placed, in_a_hook),
+    "in a backward": (Placed, lambda layer, x: InBackward.apply(x, layer)),
+    "without a graph": (Placed, only_in(lambda: not torch.is_grad_enabled())),
+    "under a checkpoint": (Placed, only_in(gb.is_checkpointing)),
+}
+
+
+def n_run(layers: list[nn.Module]) -> int:
+    """Return how many layers an estimate runs at one size."""
+    profile = gb.profile_model(
+        nn.Sequential(nn.Linear(4, 4), *layers),
+        torch.ones(4, 4),
+        method="estimate",
+        rates="CPU core",
+        rows=(),
+        progress=False,
+    )
+    assert len({layer.outputs for layer in profile.layers}) == 1 + len(layers)
+    return int(profile.provenance["layers_run"]) - 1
+
+
+def test_layers_are_alike_if_they_do_not_read_what_differs() -> None:
+    """So blocks that know their place, as those of transformers do, are run once for all."""
+    assert n_run([Placed(k) for k in range(5)]) == 1
+    # Each value counts that is read, also where others differ too and are not.
+    layers: list[nn.Module] = [Placed(k, add_half) for k in range(4)]
+    for k, layer in enumerate(layers):
+        vars(layer.inner)["half"] = k // 2
+    assert n_run(layers) == 2
+
+
+@pytest.mark.parametrize("name", READS)
+def test_layers_that_read_what_differs_are_told_apart(name: str) -> None:
+    """In whatever way and at whatever time they look at it."""
+    kind, use = READS[name]
+    assert n_run([kind(k, use) for k in range(3)]) == 3
+
+
+def test_values_that_layers_keep_for_themselves_make_no_difference_to_measurements() -> None:
+    """With `share_identical` the first has the times of all; one that reads it is measured."""
+    runs: list[int] = []
+
+    def noted(layer: Any, x: Tensor) -> Tensor:
+        runs.append(id(layer))
+        return x
+
+    def seen(layer: Any, x: Tensor) -> Tensor:
+        runs.append(id(layer))
+        return x + layer.place if gb.is_recomputing() else x
+
+    options: dict[str, Any] = {"share_identical": True, "timeout": 0, "progress": False}
+    for use, n_measured in ((noted, 1), (seen, 3)):
+        runs.clear()
+        model = nn.Sequential(nn.Linear(4, 4), *(Placed(k, use) for k in range(3)))
+        profile = gb.profile_model(model, torch.ones(4, 4), rows=(1,), **options)
+        assert len({layer.forward_time for layer in profile.layers[1:]}) == n_measured
+        assert len({layer.saved for layer in profile.layers}) == 4
+        assert len(set(runs)) == n_measured
+
+
+def test_modules_are_left_as_they_were() -> None:
+    """After a block, also one that fails, attributes are found as before it."""
+    layer = Placed(3)
+    with pytest.raises(ZeroDivisionError), names_read() as outer, names_read() as inner:
+        assert "__getattribute__" in vars(nn.Module)
+        assert layer.place == 3 and {"place"} == outer == inner
+        1 / 0  # noqa: B018
+    assert "__getattribute__" not in vars(nn.Module)
+    assert layer.inner.weight is not None and outer == {"place"}
+
+
+def test_a_way_to_find_attributes_that_is_there_already_stays() -> None:
+    """Then all attributes count."""
+    before = object.__getattribute__
+    nn.Module.__getattribute__ = before  # type: ignore[method-assign]
+    try:
+        assert n_run([Placed(k) for k in range(3)]) == 3
+        assert vars(nn.Module)["__getattribute__"] is before
+    finally:
+        del nn.Module.__getattribute__
+    assert n_run([Placed(k) for k in range(3)]) == 1
