@@ -398,10 +398,45 @@ def test_a_loss_that_fails_is_named() -> None:
     model, sample = nn.Sequential(nn.Linear(2, 2)), torch.ones(2, 2)
     with pytest.raises(ProfileError, match="the loss failed: RuntimeError"):
         estimate_profile(model, sample, loss_fn=lambda y: (y @ torch.ones(3, 3)).sum())
-    with pytest.raises(ProfileError, match="layer 'loss' cannot be estimated"):
+    with pytest.raises(ProfileError, match="the loss cannot be estimated: it reads values"):
         estimate_profile(model, sample, loss_fn=lambda y: y.sum() * y.sum().item())
     with pytest.raises(BalanceError, match="target has other rows"):
         estimate_profile(model, sample, loss_fn=F.cross_entropy, target=torch.zeros(3).long())
+
+
+@torch.library.custom_op("gpipebal_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """Double it, of which torch knows nothing without values."""
+    return x * 2
+
+
+def test_operations_that_torch_does_not_know_without_values_are_named() -> None:
+    """With the layer, or as the loss's; and what is advised works."""
+
+    def loss_fn(y: Tensor, target: Tensor) -> Tensor:
+        lengths = torch.full((len(y),), y.shape[1]), torch.full((len(y),), target.shape[1])
+        return F.ctc_loss(y.transpose(0, 1).log_softmax(-1), target, *lengths)
+
+    linear = nn.Linear(4, 4)
+    model, sample = nn.Sequential(linear), torch.randn(3, 5, 4)
+    target = torch.ones(3, 2, dtype=torch.long)
+    with pytest.raises(ProfileError, match=r"the loss cannot be .* what aten::_ctc_loss") as error:
+        estimate_profile(model, sample, loss_fn=loss_fn, target=target)
+    assert "Fix: leave out loss_fn and target, and the layers are" in str(error.value)
+    assert estimate_profile(model, sample).n_layers == 1
+    model = nn.Sequential(linear, Apply(doubled))
+    text = r"layer '1' cannot be estimated: .* what gpipebal_tests::doubled makes in line"
+    with pytest.raises(ProfileError, match=text) as error:
+        estimate_profile(model, sample)
+    assert "Fix: torch.library.register_fake('gpipebal_tests::doubled', ...)" in str(error.value)
+    # What torch knows, but refuses, may be the model's fault.
+    model = nn.Sequential(linear, nn.Linear(3, 3))
+    text = (
+        r"torch refuses aten::\w+ only on tensors without values: profile_model\(.*; otherwise give"
+    )
+    with pytest.raises(ProfileError, match=text) as error:
+        estimate_profile(model, sample)
+    assert str(error.value).count("Fix: ") == 1
 
 
 def test_a_size_that_a_layer_refuses_is_left_out() -> None:

@@ -84,6 +84,20 @@ class Looked(nn.Module):
         return sum(rows) + x.sum(1, keepdim=True)
 
 
+class Experts(nn.Module):
+    """A mixture of experts: rows are divided among them, for two products each."""
+
+    def __init__(self, width: int, inside: int, n_experts: int = 3) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(n_experts, width, inside))
+        self.down = nn.Parameter(torch.randn(n_experts, width, inside))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.arange(1, 4, device=x.device) * len(x) // 3
+        x = torch._grouped_mm(x, self.up, offs=ends.int()).relu()
+        return torch._grouped_mm(x, self.down.transpose(-2, -1), offs=ends.int())
+
+
 def seen_backwards(x: Tensor, heads: tuple[int, ...]) -> Tensor:
     """Attend by a mask of booleans, which no fused kernel takes here."""
     q = x.view(len(x), *heads, 8, -1)
@@ -153,6 +167,12 @@ CHAINS: dict[str, Any] = {
         [nn.Linear(16, 16), nn.Sigmoid()],
         (8, 16),
         {"loss_fn": nn.BCELoss(), "target": torch.rand(8, 16)},
+    ),
+    "mixture of experts": ([nn.Linear(8, 8), Experts(8, 12), nn.Tanh()], (12, 8), {}),
+    "mixture of experts in half precision": (
+        [nn.Linear(8, 8).bfloat16(), Experts(8, 16).bfloat16(), nn.Tanh()],
+        (12, 8),
+        {},
     ),
     "grid_sample": ([nn.Conv2d(3, 3, 1), Sampled()], (8, 3, 8, 8), {}),
     "patches": ([Patches(), nn.Tanh()], (8, 3, 16, 16), {}),
@@ -292,6 +312,7 @@ def test_an_estimate_has_the_bytes_of_a_measurement(name: str) -> None:
     """Peaks of a CPU's kernels, also of what they make for nobody."""
     layers, shape, options = CHAINS[name]
     model, sample = nn.Sequential(*layers), torch.randn(shape)
+    sample = sample.to(next(model.parameters()).dtype)
     fixed: dict[str, Any] = {"chunks": 2, "rows": (), "progress": False, **options}
     measured = gb.profile_model(model, sample, timeout=0, **fixed)
     estimate = gb.profile_model(model, sample, method="estimate", rates="CPU core", **fixed)
@@ -302,6 +323,7 @@ def test_an_estimate_has_the_bytes_of_a_measurement(name: str) -> None:
     for one, other in both:
         for peak in PEAKS:
             assert getattr(other, peak) == getattr(one, peak), (one.name, peak)
+        assert other.flops == one.flops
 
 
 def test_how_many_rows_two_sparse_gradients_have_is_approximate() -> None:

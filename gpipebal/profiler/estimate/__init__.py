@@ -8,7 +8,8 @@ rates.
 Read in this order: `stand_ins` (layers and values without memory), `constants` (tensors that
 functions use), `backends`, `results`, `group_norm` and `autocast` (what a device does differently
 from the meta device), `approximate` (where that is not certain), `costs` (operations and bytes),
-`walk` (layer after layer), `terms` (loss, gather, optimizer), `profile` (all of it together).
+`refused` (what runs only with values), `walk` (layer after layer), `terms` (loss, gather,
+optimizer), `profile` (all of it together).
 """
 
 from gpipebal.profiler.estimate.profile import estimate_profile

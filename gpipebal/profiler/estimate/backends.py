@@ -27,7 +27,9 @@ from gpipebal.profiler.estimate.approximate import REASONS
 from gpipebal.profiler.estimate.autocast import autocast_for
 from gpipebal.profiler.estimate.group_norm import group_norm_in_format
 from gpipebal.profiler.estimate.results import (
+    GROUPED,
     in_format_of,
+    in_groups,
     in_memory_of_terms,
     in_order_of,
     in_parts,
@@ -155,8 +157,8 @@ class _OnlyWhatIsAsked(ThreadedDispatchMode):
 
     On the meta device some make more than is asked for: gradients in a backward, and batch
     statistics that are not needed. Others make less: convolutions lose the channels-last memory
-    format, losses do not stay in the memory of the terms that they are the mean of, and copies and
-    sums of sparse tensors lose their elements.
+    format, losses do not stay in the memory of the terms that they are the mean of, copies and sums
+    of sparse tensors lose their elements, and products of groups take one dtype only.
     """
 
     def __torch_dispatch__(
@@ -166,6 +168,8 @@ class _OnlyWhatIsAsked(ThreadedDispatchMode):
             if func is _aten.add.Tensor and _acting.device_type == "cpu":
                 _note("sparse_sums")
             return in_parts(func, *args)
+        if func is _aten._grouped_mm.default and args[0].dtype in GROUPED:
+            return in_groups(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if func._schema.name in _CONVOLUTIONS and args[0].dim() == 4:
             # The image and the weight; a backward has them after a gradient, which has no say.

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from gpipebal.pipeline.process.checkpoint import phase
 from gpipebal.pipeline.process.modes import ThreadedDispatchMode
@@ -22,6 +21,7 @@ from gpipebal.pipeline.values.tensors import storage_key
 from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.value import Value, roots_of
 from gpipebal.profiler.estimate.approximate import BY_OPERATION
+from gpipebal.profiler.memory.flops import flops_of_operation
 from gpipebal.rates import DeviceRates
 
 __all__ = ["Costs", "OperationCosts", "find_costs"]
@@ -132,8 +132,7 @@ class OperationCosts(ThreadedDispatchMode):
                 return  # a view
         n_bytes = _bytes_of(name, inputs, outputs)
         packet = _SAME_FLOPS.get(name, func.overloadpacket)
-        formula = flop_registry.get(packet)
-        flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+        flops = flops_of_operation(packet, args, kwargs, result)
         self.flops += flops
         self.n_bytes += n_bytes
         self.launches += 1

@@ -1,6 +1,6 @@
 """Results: in which memory devices make them, where the meta device makes them in another one.
 
-That is the order of images, losses, and sparse tensors.
+That is the order of images, losses, sparse tensors, and products of groups.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 __all__ = [
+    "GROUPED",
     "in_format_of",
+    "in_groups",
     "in_memory_of_terms",
     "in_order_of",
     "in_parts",
@@ -22,6 +24,11 @@ __all__ = [
 ]
 
 _aten = torch.ops.aten
+
+#: What devices multiply in groups; the meta device takes only one of them.
+GROUPED = (torch.float32, torch.bfloat16, torch.float16)
+#: Rows of the results begin at multiples of this many bytes.
+_ALIGNMENT = 16
 
 
 def in_order_of(operands: Sequence[Any], results: Any) -> Any:
@@ -90,3 +97,25 @@ def in_memory_of_terms(loss: Tensor, operands: Sequence[Any]) -> Tensor:
     """Return a loss as it lies in the memory of the terms that it is the mean or sum of."""
     shape = torch.broadcast_shapes(*(one.shape for one in operands[:2]))
     return loss.new_empty(shape.numel()).as_strided((), ())
+
+
+def in_groups(
+    one: Tensor,
+    other: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return the products of matrices by groups, as those of a mixture of experts.
+
+    Where a matrix has no dimension for the groups, its rows or columns are divided among them.
+    """
+    torch._check(one.shape[-1] == other.shape[-2], lambda: "groups have other rows than columns")
+    n_groups = [] if offs is None else [offs.shape[0]]
+    groups = {4: n_groups, 5: [], 6: [one.shape[0]]}[one.dim() + other.dim()]
+    shape = [*groups, one.shape[-2], other.shape[-1]]
+    made = one.new_empty(0, dtype=out_dtype)
+    step = _ALIGNMENT // made.element_size()
+    row = -(-shape[-1] // step) * step
+    strides = [shape[-2] * row, row, 1][-len(shape) :]
+    return torch.empty_strided(shape, strides, dtype=made.dtype, device=one.device)

@@ -17,8 +17,9 @@ from gpipebal.profiler.chain.outputs import Outputs
 from gpipebal.profiler.chain.value import Value
 from gpipebal.profiler.estimate.constants import Constants
 from gpipebal.profiler.estimate.costs import OperationCosts, find_costs
+from gpipebal.profiler.estimate.refused import without_values
 from gpipebal.profiler.estimate.stand_ins import META, stand_in_for
-from gpipebal.profiler.estimate.walk import acting_as_device, without_values
+from gpipebal.profiler.estimate.walk import acting_as_device
 from gpipebal.profiler.memory.storages import measure_layer_memory
 from gpipebal.profiler.replicas.harmless import tensors_reached
 from gpipebal.profiler.step.loss import LossChain, describe_loss, loss_failed
@@ -26,6 +27,9 @@ from gpipebal.profiler.step.optimizer import Maker
 from gpipebal.rates import DeviceRates
 
 __all__ = ["estimate_gather", "estimate_loss", "estimate_optimizer"]
+
+#: What to do about a loss that needs values.
+_LAYERS_ALONE = "leave out loss_fn and target, and the layers are estimated without a loss; or "
 
 
 def estimate_loss(
@@ -56,12 +60,12 @@ def estimate_loss(
     constants = Constants(tensors_reached(called))
     there = [*layer.target_tensors, *constants.stand_ins]
     try:
-        with without_values("loss"), acting_as_device(rates) as notes, constants:
+        with without_values("the loss", _LAYERS_ALONE), acting_as_device(rates) as notes, constants:
             chain.find_written(0, outputs.value, layer)
             costs = find_costs(chain, outputs.value, rates)
             memory, _ = measure_layer_memory(chain, 0, outputs, numbers, there)
     except ProfileError as error:
-        if str(error).startswith("layer 'loss' cannot be estimated"):
+        if str(error).startswith("the loss cannot be estimated"):
             raise
         raise loss_failed(error) from error.__cause__
     described = describe_loss(

@@ -7,7 +7,6 @@ its own storages in place of those of the first.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -15,19 +14,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gpipebal.errors import GpipebalError, ModelError, ProfileError
+from gpipebal.errors import ModelError
 from gpipebal.profiler.chain.chain import Chain
-from gpipebal.profiler.chain.failures import (
-    forbids_hooks,
-    line_of,
-    runs_functions,
-    text_of,
-)
 from gpipebal.profiler.chain.numbers import Arrived, Numbers
 from gpipebal.profiler.chain.value import Routes, Value
 from gpipebal.profiler.estimate.backends import acting_as, note_fast_paths
 from gpipebal.profiler.estimate.constants import Constants
 from gpipebal.profiler.estimate.costs import Costs, find_costs
+from gpipebal.profiler.estimate.refused import without_values
 from gpipebal.profiler.estimate.stand_ins import META, Leaf, stand_in_for
 from gpipebal.profiler.memory.layer_memory import LayerMemory
 from gpipebal.profiler.memory.storages import measure_layer_memory
@@ -37,12 +31,8 @@ from gpipebal.profiler.replicas.reads import names_read
 from gpipebal.rates import DeviceRates
 from gpipebal.skip.tracker import Key
 
-__all__ = ["Estimate", "Walk", "acting_as_device", "without_values"]
+__all__ = ["Estimate", "Walk", "acting_as_device"]
 
-#: The error of torch where stand-ins meet tensors with values.
-_OTHER_DEVICE = re.compile(
-    r"same device|expected device \w+ but got|not on the expected device", re.IGNORECASE
-)
 #: Leaves of a value, each a description of a tensor, or what is not a tensor.
 _Leaves = tuple[Any, ...]
 
@@ -229,7 +219,7 @@ class Walk:
         for number in range(n_inputs):
             inner.new(n_bytes[number])
         constants = Constants(tensors_reached(layer))
-        with without_values(name), acting_as_device(self._rates) as notes, constants:
+        with without_values(f"layer {name!r}"), acting_as_device(self._rates) as notes, constants:
             chain = Chain(
                 [name],
                 [layer],
@@ -264,50 +254,6 @@ def acting_as_device(rates: DeviceRates) -> Iterator[set[str]]:
     """Run layers as a device would: its kernels, and new tensors without memory too."""
     with acting_as(rates.device_type, has_flash=bool(rates.has_flash)) as notes, META:
         yield notes
-
-
-@contextmanager
-def without_values(name: str) -> Iterator[None]:
-    """Explain a failure of a layer that is only due to missing values.
-
-    Raises:
-        ProfileError: the layer failed.
-    """
-    try:
-        yield
-    except ProfileError as error:
-        cause = error.__cause__
-        if cause is None or isinstance(cause, GpipebalError) or forbids_hooks(cause):
-            raise
-        text = text_of(cause).strip()
-        first, _, _ = text.partition("\n")
-        if _OTHER_DEVICE.search(text):
-            raise ProfileError(
-                f"layer {name!r} cannot be estimated: it uses a tensor that is not its own "
-                "parameter, buffer or attribute, and that needs a gradient or cannot be found, so "
-                f"that no stand-in takes its place: {type(cause).__name__}: {first} (expected only "
-                "its own).\n"
-                "Fix: register the tensor with the layer, or with a module that is the loss; or "
-                "profile_model(model, sample, method='measure')."
-            ) from cause
-        if runs_functions(cause):
-            raise ProfileError(
-                f"layer {name!r} cannot be estimated: it runs an operation that is given "
-                f"functions, such as torch.cond: {type(cause).__name__} (expected operations on "
-                "tensors alone).\nFix: profile_model(model, sample, method='measure'); or give "
-                "costs of your own, gpipebal.Profile.from_costs(forward=[...])."
-            ) from cause
-        if "meta" in text.lower():
-            raise ProfileError(
-                f"layer {name!r} cannot be estimated: it reads values of tensors, or runs an "
-                f"operation that knows no shapes without them{line_of(cause)}: "
-                f"{type(cause).__name__}: {first} (expected operations on shapes alone).\n"
-                "Fix: profile_model(model, sample, method='measure')."
-            ) from cause
-        raise ProfileError(
-            f"{error}\nIf the plain model can be trained so, only the estimate cannot follow it: "
-            "profile_model(model, sample, method='measure')."
-        ) from cause
 
 
 class _Renumbering:

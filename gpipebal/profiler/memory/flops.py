@@ -11,7 +11,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from gpipebal.pipeline.process.eager import EagerDispatchMode
 
-__all__ = ["FlopCounter"]
+__all__ = ["FlopCounter", "flops_of_operation"]
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
@@ -32,12 +32,34 @@ def _of_tokens(input: Tensor, weights: Sequence[Tensor]) -> int:
     return 2 * tokens * sum(weight.numel() for weight in weights if weight.dim() == 2)
 
 
+def _grouped_mm(one: Tensor, other: Tensor, *_: Any, **__: Any) -> int:
+    """Multiply each row with all columns of its group; of two rows of matrices, one with one."""
+    n_products = one.shape[0] if one.dim() == other.dim() == 3 else 1
+    return 2 * n_products * one.shape[-2] * one.shape[-1] * other.shape[-1]
+
+
 #: Kernels of whole algorithms that torch's own table leaves out.
 _MORE: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten.mkldnn_rnn_layer: _mkldnn_rnn,
     torch.ops.aten._cudnn_rnn: _cudnn_rnn,
+    torch.ops.aten._grouped_mm: _grouped_mm,
 }
+
+
+def flops_of_operation(packet: Any, args: Any, keywords: dict[str, Any], result: Any) -> int:
+    """Return the floating-point operations of one operation of torch's; 0: next to none.
+
+    Args:
+        packet: The operation.
+        args: Its arguments.
+        keywords: Its keyword arguments.
+        result: What it made.
+    """
+    if (more := _MORE.get(packet)) is not None:
+        return more(*args, **keywords)
+    formula = flop_registry.get(packet)
+    return 0 if formula is None else int(formula(*args, **keywords, out_val=result))
 
 
 class FlopCounter(EagerDispatchMode):
@@ -74,8 +96,5 @@ class FlopCounter(EagerDispatchMode):
     ) -> Any:
         keywords = kwargs or {}
         result = func(*args, **keywords)
-        if (more := _MORE.get(func._overloadpacket)) is not None:
-            self.total += more(*args, **keywords)
-        elif (formula := flop_registry.get(func._overloadpacket)) is not None:
-            self.total += int(formula(*args, **keywords, out_val=result))
+        self.total += flops_of_operation(func._overloadpacket, args, keywords, result)
         return result
