@@ -38,6 +38,11 @@ KINDS = "".join(ACTION_NAMES)
 F, R, B, IN, W = range(len(KINDS))
 
 
+#: Most cells, micro-batches of a partition, of a schedule whose actions are objects: each cell has
+#: two or three, of a hundred bytes. And of one whose actions are columns of numbers.
+MOST_CELLS, MOST_IN_COLUMNS = 2**24, 2**30
+
+
 class Action(NamedTuple):
     """One forward, recompute, backward, or part of a backward, of a cell.
 
@@ -116,6 +121,22 @@ class Schedule:
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, row)) for row in self.rows)
+
+
+def check_size(n_partitions: int, chunks: int, most: int = MOST_CELLS) -> None:
+    """Refuse a schedule of so many actions that they would fill the memory.
+
+    Raises:
+        BalanceError: there are more than `most` cells, partitions times micro-batches.
+    """
+    if n_partitions * chunks > most:
+        fewer = f"chunks={most // n_partitions}, or " if 1 < n_partitions <= most else ""
+        fix = f"chunks={most}" if n_partitions == 1 else f"{fewer}fewer partitions"
+        raise BalanceError(
+            f"schedule is too large: chunks={chunks!r:.60} for partitions={n_partitions!r:.60} "
+            f"(expected at most {most} of both multiplied).\n"
+            f"Fix: {fix}."
+        )
 
 
 def check_count(name: str, value: object) -> int:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from gpipebal.argument_kinds import check_kind, check_whole
 from gpipebal.errors import BalanceError
-from gpipebal.schedule.actions import Action, Schedule
+from gpipebal.schedule.actions import Action, Schedule, check_size
 
 __all__ = [
     "CHECKPOINT_MODES",
@@ -45,7 +45,7 @@ def modes_of(checkpoint: Checkpoint, n_partitions: int) -> tuple[CheckpointMode,
     """Return the checkpoint mode of each partition.
 
     Raises:
-        BalanceError: an unknown mode, or not one per partition.
+        BalanceError: an unknown mode, or not one per partition; or too many partitions.
 
     Example:
         >>> modes_of("never", 2), modes_of(["always", "never"], 2)
@@ -53,6 +53,7 @@ def modes_of(checkpoint: Checkpoint, n_partitions: int) -> tuple[CheckpointMode,
     """
     check_checkpoint(checkpoint)
     n_partitions = check_whole("n_partitions", n_partitions)
+    check_size(n_partitions, 1)
     if isinstance(checkpoint, str):
         return (checkpoint,) * n_partitions
     if len(checkpoint) != n_partitions:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpipebal.schedule.actions import Action, Schedule, check_count
+from gpipebal.schedule.actions import Action, Schedule, check_count, check_size
 from gpipebal.schedule.checkpoint import Checkpoint, is_checkpointed, modes_of
 
 __all__ = ["gpipe_schedule", "in_two_phases", "one_f_one_b_schedule"]
@@ -22,7 +22,8 @@ def gpipe_schedule(
         checkpoint: Which micro-batches are recomputed, in all partitions or in each.
 
     Raises:
-        BalanceError: a count below 1, or an unknown checkpoint mode.
+        BalanceError: a count below 1, more actions than a memory holds, or an unknown checkpoint
+            mode.
 
     Source:
         Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
@@ -51,6 +52,7 @@ def in_two_phases(
         checkpoint: Which micro-batches are recomputed.
         last_first: Whether the backwards begin with the last micro-batch.
     """
+    check_size(n_partitions, chunks)
     rows = []
     for j, mode in enumerate(modes_of(checkpoint, n_partitions)):  # j: partition
         row = [Action(j, "F", i) for i in range(chunks)]  # i: micro-batch
@@ -78,7 +80,8 @@ def one_f_one_b_schedule(
         checkpoint: Which micro-batches are recomputed, in all partitions or in each.
 
     Raises:
-        BalanceError: a count below 1, or an unknown checkpoint mode.
+        BalanceError: a count below 1, more actions than a memory holds, or an unknown checkpoint
+            mode.
 
     Source:
         Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section
@@ -91,6 +94,7 @@ def one_f_one_b_schedule(
     """
     n_partitions = check_count("partitions", n_partitions)
     chunks = check_count("chunks", chunks)
+    check_size(n_partitions, chunks)
     rows = []
     for j, mode in enumerate(modes_of(checkpoint, n_partitions)):  # j: partition
         ahead = min(chunks, n_partitions - 1 - j)

@@ -280,7 +280,8 @@ def make_schedule(
 
     Raises:
         UnsupportedPlanError: there is none of this name.
-        BalanceError: a count below 1, or an unknown checkpoint mode.
+        BalanceError: a count below 1, more actions than a memory holds, or an unknown checkpoint
+            mode.
 
     Example:
         >>> print(make_schedule("1f1b", 1, 2, "always"))

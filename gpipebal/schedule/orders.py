@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gpipebal.schedule.actions import B, F, R, check_count
+from gpipebal.schedule.actions import MOST_IN_COLUMNS, B, F, R, check_count, check_size
 from gpipebal.schedule.checkpoint import Checkpoint, CheckpointMode, modes_of
 from gpipebal.schedule.known import KNOWN_SCHEDULES, check_known_schedule
 from gpipebal.schedule.order import Order
@@ -68,6 +68,7 @@ def order_of(
         known.check_single(partitions_per_device)
     n_devices = check_count("partitions" if known.is_ours else "devices", n_devices)
     chunks = check_count("chunks", chunks)
+    check_size(n_devices, chunks, MOST_IN_COLUMNS)
     modes = modes_of(checkpoint, n_devices)
     rows = COLUMNS[name](chunks, modes)
     lengths = [len(kinds) for kinds, _ in rows]

@@ -14,7 +14,7 @@ gradients of the weights, for which no partition waits, are moved into time that
 from __future__ import annotations
 
 from gpipebal.errors import BalanceError
-from gpipebal.schedule.actions import Action, Schedule, check_count
+from gpipebal.schedule.actions import Action, Schedule, check_count, check_size
 from gpipebal.schedule.checkpoint import Checkpoint, with_recomputes
 from gpipebal.schedule.executed import in_two_phases
 
@@ -42,7 +42,8 @@ def gpipe_in_order_schedule(
         partitions_per_device: 1; no other number is possible.
 
     Raises:
-        BalanceError: a count below 1, several partitions per device, or an unknown mode.
+        BalanceError: a count below 1, more actions than a memory holds, several partitions per
+            device, or an unknown mode.
 
     Source:
         torch.distributed.pipelining, ``ScheduleGPipe``.
@@ -84,8 +85,8 @@ def interleaved_schedule(
         partitions_per_device: How many partitions every device has, 1 or more.
 
     Raises:
-        BalanceError: a count below 1, chunks that cannot be divided into groups, or an unknown
-            mode.
+        BalanceError: a count below 1, more actions than a memory holds, chunks that cannot be
+            divided into groups, or an unknown mode.
 
     Source:
         Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
@@ -123,7 +124,7 @@ def looped_bfs_schedule(
         partitions_per_device: How many partitions every device has, 1 or more.
 
     Raises:
-        BalanceError: a count below 1, or an unknown mode.
+        BalanceError: a count below 1, more actions than a memory holds, or an unknown mode.
 
     Source:
         Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023, section 4; in the form of
@@ -138,6 +139,7 @@ def looped_bfs_schedule(
     n_devices = check_count("devices", n_devices)
     chunks = check_count("chunks", chunks)
     loops = check_count("partitions_per_device", partitions_per_device)
+    check_size(n_devices * loops, chunks)
     rows = []
     for d in range(n_devices):  # d: device
         own = range(d, n_devices * loops, n_devices)
@@ -169,8 +171,8 @@ def zero_bubble_schedule(
         partitions_per_device: 1 is ZB-H1; with more it is interleaved.
 
     Raises:
-        BalanceError: a count below 1, chunks that cannot be divided into groups, or an unknown
-            mode.
+        BalanceError: a count below 1, more actions than a memory holds, chunks that cannot be
+            divided into groups, or an unknown mode.
 
     Source:
         Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.1 (ZB-H1); in the form
@@ -202,9 +204,10 @@ def _looped(
     n_devices = check_count("devices", n_devices)
     chunks = check_count("chunks", chunks)
     loops = check_count("partitions_per_device", loops)
+    check_size(n_devices * loops, chunks)
     n_groups = max(1, chunks // n_devices)
     if chunks % n_groups:
-        near = sorted(range(1, 2 * chunks), key=lambda m: abs(m - chunks))
+        near = (m for far in range(chunks) for m in (chunks - far, chunks + far))
         fits = next(m for m in near if m % max(1, m // n_devices) == 0)
         raise BalanceError(
             f"micro-batches do not part into {n_groups} equal groups: chunks={chunks} (expected a "

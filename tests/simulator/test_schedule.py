@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -15,7 +16,9 @@ import gpipebal as gb
 from gpipebal.errors import BalanceError, KindError, UnsupportedPlanError
 from gpipebal.profile import Profile
 from gpipebal.schedule import (
+    ALL_SCHEDULES,
     CHECKPOINT_MODES,
+    SCHEDULES,
     Action,
     CheckpointMode,
     Schedule,
@@ -23,7 +26,12 @@ from gpipebal.schedule import (
     check_count,
     gpipe_schedule,
     is_checkpointed,
+    make_schedule,
+    order_of,
+    partitions_on_each,
+    study_schedule,
 )
+from gpipebal.schedule.actions import MOST_CELLS, MOST_IN_COLUMNS
 from gpipebal.simulator import Durations, place
 
 counts = st.integers(min_value=1, max_value=6)
@@ -135,6 +143,24 @@ def test_gpipe_schedule_refuses_counts_below_one(n_partitions: int, chunks: int)
     """A schedule has at least one partition and one micro-batch."""
     with pytest.raises(BalanceError, match=r"is too small: (partitions|chunks)=.*1 or more"):
         gpipe_schedule(n_partitions, chunks)
+
+
+@pytest.mark.parametrize(
+    ("n_devices", "chunks"), [(2, 10**30), (10**30, 2), (1, 10**10), (10**6, 10**6)]
+)
+@pytest.mark.parametrize("name", ALL_SCHEDULES)
+def test_schedules_that_no_memory_holds_are_refused(name: str, n_devices: int, chunks: int) -> None:
+    """Before a list of so many actions is made."""
+    make = make_schedule if name in SCHEDULES else study_schedule
+    for order in (make, order_of):
+        with pytest.raises(
+            BalanceError, match=r"schedule is too large: chunks=.*\nFix: "
+        ) as raised:
+            order(name, n_devices, chunks)
+        fits = re.search(r"Fix: chunks=(\d+)", str(raised.value))
+        if fits is not None:
+            most = int(fits[1]) * n_devices * partitions_on_each(name, 2 * n_devices)
+            assert MOST_CELLS - 2 * n_devices < most <= MOST_IN_COLUMNS
 
 
 @pytest.mark.parametrize("value", [1, 7, 3.0, True + 1])
