@@ -10,7 +10,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from gpipebal.argument_kinds import check_index, check_kind, check_list
-from gpipebal.errors import KindError
+from gpipebal.errors import BalanceError, KindError
 from gpipebal.files import read_noun, write_record
 from gpipebal.html import plan_html
 from gpipebal.plan.checks import check_plan, check_schedule_known
@@ -228,9 +228,22 @@ class Plan:
         return any(self.recomputed)
 
     def with_bound(self, lower_bound: float) -> Plan:
-        """Return the same plan with another bound, which no plan's value is below."""
+        """Return the same plan with another bound, which no plan's value is below.
+
+        Raises:
+            KindError: it is not a number.
+            BalanceError: it is negative, or NaN.
+        """
         check_kind("lower_bound", lower_bound, Real, "lower_bound=0.0, say")
-        bound = min(lower_bound, self.value)
+        if isinstance(lower_bound, bool) or not lower_bound >= 0:
+            raise BalanceError(
+                f"lower_bound is not a bound: lower_bound={lower_bound!r:.60} (expected 0 or "
+                "more).\nFix: lower_bound=0.0 if nothing is known."
+            )
+        bound = self.value
+        if lower_bound < bound:
+            # A number of another kind, such as numpy's, as Python's.
+            bound = lower_bound if isinstance(lower_bound, int) else float(lower_bound)
         status = "optimal" if bound >= self.value else "feasible"
         return replace(self, lower_bound=bound, status=status)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -374,3 +376,18 @@ def test_plan_says_what_it_does_not_know() -> None:
     given = _plan(partitions=(bare,), value=20.0, provenance={"flags": flags})
     assert str(given).endswith("does not count optimizer state: it is not known.")
     assert "optimizer state: it is not known." in given.explain()
+
+
+@pytest.mark.parametrize("bound", [5, 5.0, np.float32(5), np.int64(5), Fraction(5)])
+def test_bounds_are_numbers_of_any_kind(bound: Any) -> None:
+    """And what is above the value is the value."""
+    plan = gb.solve(gb.Profile.from_costs([3, 1, 4], chunks=4), 2)
+    found = plan.with_bound(bound)
+    assert found.lower_bound == 5 and type(found.lower_bound) in (int, float)
+    assert found.status == "feasible" and gb.Plan.from_dict(found.to_dict()) == found
+    assert plan.with_bound(10**400).status == "optimal"
+    for wrong in (-1, np.float32("nan"), True):
+        with pytest.raises(
+            BalanceError, match=r"lower_bound is not a bound: .*\nFix: lower_bound="
+        ):
+            plan.with_bound(wrong)
