@@ -303,6 +303,31 @@ def test_other_layers_in_a_partition_are_refused(change: str) -> None:
             use()
 
 
+def test_a_layer_replaced_in_the_pipeline_is_in_its_partition() -> None:
+    """By its index or name; a layer is neither added to nor taken from the pipeline."""
+    pipe = GPipe(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), [1, 2], chunks=2)
+    changes: list[Callable[[nn.Module], object]] = [
+        lambda layer: pipe.__setitem__(1, layer),
+        lambda layer: pipe.add_module("1", layer),
+    ]
+    for change in changes:
+        layer = nn.Linear(2, 2)
+        change(layer)
+        assert pipe[1] is layer is pipe.partitions[1][0]
+        assert list(pipe.state_dict())[2] == "partitions.1.1.weight"
+        assert torch.equal(pipe(torch.ones(2, 2)), nn.Sequential(*pipe)(torch.ones(2, 2)))
+    before = [layer for partition in pipe.partitions for layer in partition]
+    wrong: list[Callable[[], object]] = [
+        lambda: delattr(pipe, "0"),
+        lambda: pipe.add_module("more", nn.ReLU()),
+        lambda: setattr(pipe, "0", nn.Parameter(torch.ones(2))),
+    ]
+    for refused in wrong:
+        with pytest.raises((RuntimeError, TypeError), match=r"(?s)a pipeline.*\nFix: "):
+            refused()
+    assert list(pipe) == before and list(pipe._modules) == ["0", "1", "2"]
+
+
 def test_a_layer_that_is_added_does_not_take_the_place_of_another() -> None:
     """What is appended gets a number counted from 0, whatever the names of the layers are."""
     layers = [nn.Linear(2, 2) for _ in range(3)]

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils.parametrizations import spectral_norm
 
 import gpipebal as gb
-from gpipebal.errors import ModelError, ProfileError
+from gpipebal.errors import ModelError, PipelineError, ProfileError
 from gpipebal.pipeline import GPipe
 from gpipebal.pipeline.workers.worker import WorkerPool
 from gpipebal.schedule import CHECKPOINT_MODES, SCHEDULES, CheckpointMode
@@ -511,9 +512,61 @@ def test_replaced_layers_are_used() -> None:
         pipe.checkpoint = "some"  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="no modules besides its layers: more=Linear"):
         pipe.more = nn.Linear(3, 3)
-    pipe.add_module("more", nn.Linear(3, 3))
-    with pytest.raises(RuntimeError, match="layers were added"):
-        pipe(inputs)
+
+
+#: Ways to change which modules an `nn.Module` or an `nn.Sequential` has, and what is said of them.
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "pipe[0]=None": lambda pipe: setattr(pipe, "first", None),
+    "pipe[0]=Parameter": lambda pipe: setattr(pipe, "first", nn.Parameter(torch.ones(2))),
+    "pipe[0]=tensor": lambda pipe: setattr(pipe, "first", torch.ones(2)),
+    "pipe[1]=None": lambda pipe: pipe.add_module("chunks", None),
+    "besides its layers: more=ReLU": lambda pipe: setattr(pipe, "more", nn.ReLU()),
+    "besides its layers: more=Linear": lambda pipe: pipe.add_module("more", nn.Linear(2, 2)),
+    "besides its layers: more=NoneType": lambda pipe: pipe.add_module("more", None),
+    "besides its layers: more=Tanh": lambda pipe: pipe.register_module("more", nn.Tanh()),
+    "besides its layers: more=Sigmoid": lambda pipe: pipe.set_submodule("more", nn.Sigmoid()),
+    "keeps as many layers as": lambda pipe: delattr(pipe, "first"),
+    "a pipeline keeps as many layers": lambda pipe: pipe.__delitem__(0),
+    "keeps as many": lambda pipe: pipe.__iadd__(nn.Sequential(nn.ReLU())),
+    "keeps as": lambda pipe: pipe.__imul__(2),
+    "no attribute 'append': a pipeline keeps": lambda pipe: pipe.append(nn.ReLU()),
+    "no attribute 'insert': a pipeline keeps": lambda pipe: pipe.insert(0, nn.ReLU()),
+    "no attribute 'extend': a pipeline keeps": lambda pipe: pipe.extend([nn.ReLU()]),
+    "no attribute 'pop': a pipeline keeps": lambda pipe: pipe.pop(0),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_layers_are_replaced_and_never_added_or_taken_away(what: str) -> None:
+    """What the balance does not allow is refused at once, and changes nothing."""
+    layers = {"first": nn.Linear(2, 2), "chunks": nn.ReLU()}
+    model = nn.Sequential()
+    model._modules.update(layers)
+    pipe = GPipe(model, [1, 1], chunks=2)
+    with pytest.raises((PipelineError, ModelError, AttributeError)) as raised:
+        CHANGES[what](pipe)
+    assert what in str(raised.value) and "\nFix: " in str(raised.value)
+    assert dict(pipe.named_children()) == layers and pipe.chunks == 2
+    assert pipe(torch.ones(4, 2)).shape == (4, 2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda pipe, layer: pipe.add_module("chunks", layer),
+        lambda pipe, layer: pipe.register_module("chunks", layer),
+        lambda pipe, layer: pipe.__setitem__(-1, layer),
+    ],
+)
+def test_a_layer_is_replaced_whatever_its_name(change: Callable[[GPipe, nn.Module], None]) -> None:
+    """As in torch's modules, also where a setting has this name."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model._modules["chunks"] = model._modules.pop("1")
+    pipe = GPipe(model, [1, 1], chunks=2)
+    layer = nn.Linear(2, 3)
+    change(pipe, layer)
+    assert pipe[1] is layer and pipe.chunks == 2
+    assert pipe(torch.ones(4, 2)).shape == (4, 3)
 
 
 def test_outputs_that_do_not_go_by_rows_are_refused() -> None:

@@ -222,6 +222,13 @@ class GPipe(gpipebal.pipeline.GPipe):
             self._check_no_layer(name)
         super().__setattr__(name, value)
 
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Replace the layer of this name, in its partition; refuse to add one."""
+        super().add_module(name, module)
+        for partition in self.partitions:
+            if name in partition._modules:
+                partition._modules[name] = module
+
     def _check_no_layer(self, name: str) -> None:
         # Layers are not attributes: one may be called "chunks".
         if name in self.__dict__.get("_modules", ()):

@@ -37,6 +37,14 @@ _SETTINGS = _CHANGEABLE | {
 #: What a pipeline keeps for itself.
 _OWN = frozenset({"_runtime", "_streams", "_recorder", "_ledger"})
 
+#: How layers are added to and taken from an `nn.Sequential`.
+_CHANGES = frozenset({"append", "extend", "insert", "pop"})
+
+_KEEPS_LAYERS = (
+    "a pipeline keeps as many layers as its balance has (expected pipe[k] = layer, which replaces "
+    "one).\nFix: change the nn.Sequential, and make another pipeline of it."
+)
+
 _EXPECTED = {
     "chunks": "a whole number of 1 or more",
     "checkpoint": "'always', 'except_last', 'never', or a list with one of them per partition",
@@ -89,14 +97,25 @@ class Container(nn.Module):
 
     def __setitem__(self, index: int, layer: nn.Module) -> None:
         """Replace a layer; the new one is on the device of its partition already."""
-        name = list(self._modules)[operator.index(index)]
-        if not isinstance(layer, nn.Module):
-            raise ModelError(
-                f"a layer of a pipeline is a module: pipe[{index}]={layer!r:.60} (expected an "
-                "nn.Module).\nFix: pipe[k] = nn.Identity() for a layer that does nothing."
-            )
         # Not setattr: a setting may have this name too, and would be set.
-        self._modules[name] = layer
+        self.add_module(list(self._modules)[operator.index(index)], layer)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Replace the layer of this name; refuse to add one, which the balance does not count."""
+        if name not in self._modules:
+            raise PipelineError(
+                f"a pipeline has no modules besides its layers: {name!s:.60}="
+                f"{type(module).__name__} (expected the name of a layer).\n"
+                "Fix: let another module hold it and the pipeline, or make it a layer."
+            )
+        if not isinstance(module, nn.Module):
+            index = list(self._modules).index(name)
+            raise ModelError(
+                f"a layer of a pipeline is a module: pipe[{index}]={module!r:.60} (expected an "
+                f"nn.Module).\nFix: pipe[{index}] = nn.Identity() for a layer that does nothing."
+            )
+        # Not nn.Module's own, which refuses the names of attributes of this class.
+        self._modules[name] = module
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OWN:
@@ -104,13 +123,10 @@ class Container(nn.Module):
             object.__setattr__(self, name, value)
             return
         if name not in _SETTINGS:
-            if isinstance(value, nn.Module) and name not in self._modules:
-                raise PipelineError(
-                    f"a pipeline has no modules besides its layers: {name}={type(value).__name__} "
-                    "(expected the name of a layer).\n"
-                    "Fix: let another module hold it and the pipeline, or make it a layer."
-                )
-            super().__setattr__(name, value)
+            if isinstance(value, nn.Module) or name in self.__dict__.get("_modules", ()):
+                self.add_module(name, value)
+            else:
+                super().__setattr__(name, value)
             return
         if name in self.__dict__ and name not in _CHANGEABLE:
             raise PipelineError(
@@ -136,6 +152,24 @@ class Container(nn.Module):
         elif name == "timeout":
             _check_timeout(value)
         object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._modules:
+            self._deny_other_layers()
+        super().__delattr__(name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _CHANGES:
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}: {_KEEPS_LAYERS}"
+            )
+        return super().__getattr__(name)
+
+    def _deny_other_layers(self, *args: Any) -> NoReturn:
+        """Refuse to take layers away, or to add any."""
+        raise PipelineError(_KEEPS_LAYERS)
+
+    __delitem__ = __iadd__ = __imul__ = _deny_other_layers
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
