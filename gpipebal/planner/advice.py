@@ -43,7 +43,7 @@ def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
     Returns:
         An error whose text names the partition that lacks most, in the split that lacks least,
         and changes of the arguments of `solve` with which it does find a plan. When the question's
-        time limit has passed once more, no further change is tried.
+        time limit has passed once more, no further change is tried, except for more memory.
 
     Complexity:
         That of the least shortage, and a search for each thing that might help.
@@ -65,7 +65,7 @@ def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
     posed = all_posed[k]
     j, device, limit, peak, start, end = worst_lack(_to_explain(posed), path)
     helps = _helps(question, lack)
-    waits = "" if _is_late(question) else _about_waiting(posed, lack)
+    waits = _about_waiting(posed, lack)
     return InfeasibleError(
         f"partition {j} does not fit its device: memory_limit={_given(question, device, limit)} "
         f"(expected {format_bytes(lack)} more). The closest split gives it "
@@ -79,9 +79,9 @@ def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
 def _helps(question: Question, lack: int) -> list[str]:
     """List changes that help against a lack of memory."""
     ways = (_other_modes, _loss_by_micro_batch, _more_chunks, _more_partitions)
-    # More memory first: all that has to be known for that is known already.
+    # More memory first, and whatever the time: all that has to be known for that is known already.
     groups = [
-        (4, _more_memory(question, lack)),
+        (4, _more_memory(replace(question, until=None), lack)),
         *((k, way(question)) for k, way in enumerate(ways)),
     ]
     found = _tried([*groups, (5, _looser(question))], question)
@@ -139,9 +139,11 @@ def _about_waiting(posed: Posed, lack: int) -> str:
         least = format_bytes(without[0])
         return f"{text} it would lack {least}; how many wait depends on timing."
     # What waits depends on timing; of many plans, not all that might fit by their own are tried,
-    # and of few ones only those for which there was time.
-    if posed.question.time_limit is not None or all_ways(posed, MOST_WAYS) is None:
-        return f"{text} some splits fit, but none of those tried does with what waits in its steps."
+    # and other ones if there is time.
+    seconds = posed.question.time_limit
+    if all_ways(posed, MOST_WAYS) is None:
+        tried = "those tried" if seconds is None else f"those tried within time_limit={seconds:g}"
+        return f"{text} some splits fit, but none of {tried} does with what waits in its steps."
     return f"{text} some splits fit, but none does with what waits in its own steps."
 
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, islice, pairwise
+from itertools import chain, islice
 from typing import NamedTuple
 
 from gpipebal.errors import BalanceError
@@ -15,16 +15,15 @@ from gpipebal.planner.all_ways import all_ways
 from gpipebal.planner.lower_limits import under_lower_limits
 from gpipebal.planner.plans import fits, keeps_limit, plan_of_split, value_of
 from gpipebal.planner.posing import Posed, pose
-from gpipebal.planner.schedules.search import bound_of
+from gpipebal.planner.quick_bounds import quick_bound_of
 from gpipebal.planner.solved import solved
 from gpipebal.problem import Problem, to_bounds
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
-from gpipebal.simulator import weight_shares
 from gpipebal.solvers import Split, iter_best_splits
 from gpipebal.solvers.sets.levels import MOST_STATES, Levels, count_states
 from gpipebal.solvers.sets.peak import least_shortage
 
-__all__ = ["MOST_WAYS", "Best", "best_of", "best_of_all", "lower_bound_of", "roomier"]
+__all__ = ["MOST_WAYS", "Best", "best_of", "best_of_all", "roomier"]
 
 #: How many of the best splits are tried where too much waits in the best one; and up to how many
 #: layers times partitions that is also done only to be sure that there is no better one.
@@ -34,6 +33,8 @@ _MOST_TRIED, _FEW = 16, 400
 _MOST_UNTIL_ONE_FITS, MOST_WAYS = 100, 500
 #: Up to this many ways are looked at where the least peak is not proven: each is simulated.
 _MOST_FOR_PEAKS = 100
+
+_BY_PEAK = "Found by the least peak memory, because what waits decides what fits."
 
 
 class Best(NamedTuple):
@@ -46,41 +47,6 @@ class Best(NamedTuple):
 
     plan: Plan | None
     lower_bound: float
-
-
-def lower_bound_of(problem: Problem, objective: str) -> float:
-    """Bound the makespan of every split under GPipe, without a search; 0 for another objective.
-
-    One micro-batch goes through all layers, and all others at least through the largest layer, or
-    an even share, on the fastest device for it.
-
-    Example:
-        >>> lower_bound_of(Problem([1, 3], [2, 6], [1, 3], 2, chunks=3), "makespan")
-        36
-    """
-    if objective != "makespan":
-        return 0
-    costs, modes = problem.costs, problem.modes
-    least = []
-    for name in ("forward", "backward"):
-        sums = [getattr(one, name) for one in costs.types]
-        layers = [min(b - a for a, b in pair) for pair in zip(*map(pairwise, sums), strict=True)]
-        least.append(layers)
-    if modes is not None and "never" not in modes and problem.chunks > 1:
-        sums = [costs.least_recompute(kind) for kind in range(len(costs.types))]
-        again = [min(b - a for a, b in pair) for pair in zip(*map(pairwise, sums), strict=True)]
-        least.append([b + r for b, r in zip(least[1], again, strict=True)])
-    n, repeats = problem.n_partitions, problem.chunks - 1
-    slowest = [max(max(layers), -(-sum(layers) // n)) for layers in (least[0], least[-1])]
-    return problem.to_time(sum(map(sum, least[:2])) + repeats * sum(slowest))
-
-
-def _quick_bound(posed: Posed) -> float:
-    question = posed.question
-    if question.is_searched:
-        shares = weight_shares(posed.profile)
-        return bound_of(posed.problem, question.schedule, weight_share=shares)
-    return lower_bound_of(posed.problem, question.objective)
 
 
 def best_of(posed: Posed) -> Best:
@@ -97,10 +63,25 @@ def best_of(posed: Posed) -> Best:
         except BalanceError:
             continue  # the method that was asked for is for what is open
         if other is not None and (best.plan is None or other.value < best.plan.value):
-            best = best._replace(plan=_as_asked(posed, other, best.lower_bound))
+            best = best._replace(plan=_as_asked(posed, other, other.value, best.lower_bound))
             if other.value <= best.lower_bound:
                 break
-    return best
+    return _with_least_peak(posed, best) if best.plan is None else best
+
+
+def _with_least_peak(posed: Posed, best: Best) -> Best:
+    """Take the plan with the least peak memory, where limits leave no other that was tried."""
+    question = posed.question
+    is_known = question.minimised in ("cost", "peak_memory") or not posed.problem.is_limited
+    if is_known or math.isinf(best.lower_bound):
+        return best
+    least = best_of(pose(replace(question, objective="peak_memory"), posed.chunks)).plan
+    if least is None:
+        return best
+    value = value_of(posed, to_bounds(least.balance), least.modes, least.places)
+    assert value is not None
+    plan = _as_asked(posed, least, value, best.lower_bound)
+    return best._replace(plan=replace(plan, notes=(*plan.notes, _BY_PEAK)))
 
 
 def _with_less_open(posed: Posed, best: Best) -> Iterator[Posed]:
@@ -123,9 +104,9 @@ def _with_less_open(posed: Posed, best: Best) -> Iterator[Posed]:
         yield pose(one, posed.chunks)
 
 
-def _as_asked(posed: Posed, plan: Plan, bound: float) -> Plan:
-    """Turn the plan for a question that leaves less open into one for this question."""
-    ends, value = to_bounds(plan.balance), plan.value
+def _as_asked(posed: Posed, plan: Plan, value: float, bound: float) -> Plan:
+    """Turn the plan for another question about this chain into one for this question."""
+    ends = to_bounds(plan.balance)
     split = Split(ends, value, bound, "feasible", plan.method, plan.modes, plan.places)
     same = plan_of_split(posed, split).with_bound(min(bound, value))
     # The least peak has a gap because of what waits, whether there is a limit or not.
@@ -147,6 +128,9 @@ def _best_as_asked(posed: Posed) -> Best:
     more is recomputed, where modes are open; the search is done again under lower and lower limits
     for the partitions that exceed theirs, and with the most that can wait; and the next best splits
     are tried, and those that lack least. The gap tells between which values the best plan is.
+
+    Time that is up ends the search for better plans. As long as none is known that fits, all of
+    this is tried all the same, but each search on the way returns the first split that it finds.
     """
     question = posed.question
     clock = _Clock(question.time_limit)
@@ -155,7 +139,7 @@ def _best_as_asked(posed: Posed) -> Best:
         return Best(None, math.inf)
     if question.cost is None and found.lower_bound < found.value:
         # A solver that is out of time may have a worse bound than this quick one.
-        found = found.with_bound(max(found.lower_bound, _quick_bound(posed)))
+        found = found.with_bound(max(found.lower_bound, quick_bound_of(posed)))
     plan = plan_of_split(posed, found)
     if question.objective == "peak_memory" and question.cost is None:
         plan = _least_waiting(posed, plan, clock)
@@ -175,9 +159,12 @@ def _best_as_asked(posed: Posed) -> Best:
         tried += [] if best is None else [best]
         best = _least([one for one in tried if fits(one)])
     n_places = posed.problem.n_layers * posed.problem.n_partitions
+    is_late = clock.left == 0
+    if best is None and is_late:
+        best = _with_most_room(posed)  # quicker than what is left
     if best is None or (best.value > bound and n_places <= _FEW):
         best, bound = _among_next(posed, best, bound, clock)
-    if best is None:
+    if best is None and not is_late:
         best = _with_most_room(posed)
     if best is None:
         return Best(None, bound)
@@ -202,7 +189,8 @@ def _with_less(posed: Posed, found: Split, plan: Plan, clock: _Clock) -> Plan | 
     best: Plan | None = None
 
     def solve(problem: Problem) -> Split | None:
-        return None if clock.left == 0 else _solved_again(posed, problem, clock)
+        is_enough = best is not None and clock.left == 0
+        return None if is_enough else _solved_again(posed, problem, clock)
 
     for split, one in chain([(found, plan)], under_lower_limits(posed, found, plan, solve)):
         if best is not None and split.value >= best.value:
@@ -232,10 +220,13 @@ def _best_way(posed: Posed, ways: Sequence[Split], method: str, clock: _Clock) -
 
     valued = [(value_of(posed, way.bounds, way.modes, way.order), way) for way in ways]
     known = [(rank(way, value), way) for value, way in valued if value is not None]
+    is_late = False
     for (value, *_), way in sorted(known, key=lambda one: one[0]):
-        if clock.left == 0:
+        if clock.left == 0 and not is_late:
+            is_late = True
             best = _with_most_room(posed)
-            return Best(None if best is None else best.with_bound(value), value)
+            if best is not None:
+                return Best(best.with_bound(value), value)
         way = replace(way, value=value, lower_bound=value, status="optimal", method=method)
         plan = plan_of_split(posed, way)
         if fits(plan):
@@ -259,13 +250,12 @@ def _with_most_room(posed: Posed) -> Plan | None:
             value = value_of(posed, path.bounds, path.modes, order)
             if value is None:
                 continue
-            bound = min(value, _quick_bound(posed))
+            bound = min(value, quick_bound_of(posed))
             method = "peak bisection"
             split = Split(path.bounds, value, bound, "feasible", method, path.modes, order)
             plan = roomier(posed, split, plan_of_split(posed, split))
             if fits(plan):
-                note = "Found by the least peak memory, because what waits decides what fits."
-                return replace(plan, notes=(*plan.notes, note))
+                return replace(plan, notes=(*plan.notes, _BY_PEAK))
     return None
 
 
@@ -280,7 +270,7 @@ def _among_next(
     for other in _next_best(posed, most):
         if is_given:
             bound = max(bound, other.lower_bound)
-        if clock.left == 0 or (best is not None and other.lower_bound >= best.value):
+        if best is not None and (clock.left == 0 or other.lower_bound >= best.value):
             return best, bound
         n_tried += 1
         plan = roomier(posed, other, plan_of_split(posed, other))
@@ -369,7 +359,7 @@ def best_of_all(posed: Sequence[Posed]) -> tuple[Posed, Plan] | None:
     if len(posed) == 1:
         plan = best_of(posed[0]).plan
         return None if plan is None else (posed[0], plan)
-    bounds = [_quick_bound(one) for one in posed]
+    bounds = [quick_bound_of(one) for one in posed]
     best: tuple[Posed, Plan] | None = None
     proven = math.inf
     for k in sorted(range(len(posed)), key=bounds.__getitem__):

@@ -18,7 +18,7 @@ from gpipebal.planner.quantiles import at_quantile, quantile_of
 from gpipebal.planner.runs.memory import KnownMemory
 from gpipebal.planner.times import runnable
 from gpipebal.problem import RULE_NAMES, Device, Link, Rules
-from gpipebal.problem.checks import check_bytes, check_flag, plain_number
+from gpipebal.problem.checks import check_bytes, check_flag, check_time_limit
 from gpipebal.problem.chunking import chunk_candidates
 from gpipebal.problem.fits import check_any_order, check_enough_layers
 from gpipebal.problem.link import check_link
@@ -225,7 +225,7 @@ def ask(profile: Profile, partitions: int, options: Options) -> Question:
         ),
         cost=cost,
         method=options.get("method", "auto"),
-        time_limit=_time_limit(options.get("time_limit")),
+        time_limit=check_time_limit(options.get("time_limit")),
         loss_inside=inside,
         shared_memory=shared,
         gradients_exist=check_flag("gradients_exist", options.get("gradients_exist", False)),
@@ -271,18 +271,6 @@ def _check_method(question: Question) -> None:
             f"method does not apply where {why} is given: method={question.method!r:.60} (expected "
             f"'auto' or {only!r}).\nFix: method='auto'."
         )
-
-
-def _time_limit(seconds: Any) -> float | None:
-    if seconds is None:
-        return None
-    number = plain_number(seconds)
-    if number >= 0:
-        return number
-    raise BalanceError(
-        f"time_limit is not a time: time_limit={seconds!r:.60} (expected seconds, 0 or more).\n"
-        "Fix: time_limit=60, or time_limit=None for as long as it takes."
-    )
 
 
 def _check_memory_known(schedule: str, *, limited: bool) -> None:

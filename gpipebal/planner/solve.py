@@ -117,8 +117,9 @@ def solve(
             included: working out the memory of runs of layers beforehand where there are limits
             (seconds for thousands of layers), and making the final plan (seconds for very many
             micro-batches). At least one way to cut is always tried, except that the integer program
-            may end without any, and then raises. If nothing fits, the search for what would help
-            may take as long again.
+            may end without any, and then raises. As long as none is known that fits its limits, all
+            that may lead to one is tried, whatever the time. If nothing fits, the search for what
+            would help may take as long again.
         loss_inside: Whether the last partition computes the loss of each micro-batch, as in
             `GPipe.step`, or the caller computes that of the mini-batch; None: the caller with
             schedule ``'gpipe'``, else the last partition. Its memory counts; its time is not part

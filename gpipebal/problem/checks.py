@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from gpipebal.errors import BalanceError
 __all__ = [
     "check_bytes",
     "check_flag",
+    "check_time_limit",
     "check_times",
     "largest_denominator",
     "plain_number",
@@ -35,7 +37,11 @@ def plain_number(value: object) -> float:
     if isinstance(value, Integral) and not isinstance(value, bool):
         return int(value)
     if isinstance(value, Real) and not isinstance(value, bool):
-        return float(value)
+        number: Any = value
+        try:
+            return float(number)
+        except OverflowError:  # of a fraction
+            return math.inf if number > 0 else -math.inf
     return math.nan
 
 
@@ -132,6 +138,27 @@ def check_bytes(name: str, value: object) -> int:
             f"more).\nFix: {name}={2**30} for a GiB, or {name}=None for none."
         )
     return int(number)
+
+
+def check_time_limit(seconds: object) -> float | None:
+    """Return a time limit as a float; None: no limit, as for infinity and more than a float holds.
+
+    Raises:
+        BalanceError: it is negative, or no number.
+
+    Example:
+        >>> check_time_limit(60), check_time_limit(10**400)
+        (60.0, None)
+    """
+    if seconds is None:
+        return None
+    number = plain_number(seconds)
+    if number >= 0:
+        return None if number > sys.float_info.max else float(number)
+    raise BalanceError(
+        f"time_limit is not a time: time_limit={seconds!r:.60} (expected seconds, 0 or more).\n"
+        "Fix: time_limit=60, or time_limit=None for as long as it takes."
+    )
 
 
 def _are_times(times: tuple[float, ...], kinds: set[type]) -> bool:

@@ -10,6 +10,7 @@ from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import BalanceError
 from gpipebal.objectives import Objective, TimeObjective, check_objective
 from gpipebal.problem import Problem, to_balance
+from gpipebal.problem.checks import check_time_limit
 from gpipebal.schedule import CheckpointMode
 from gpipebal.solvers.filling.always import solve_makespan_always
 from gpipebal.solvers.filling.bottleneck import solve_bottleneck
@@ -126,7 +127,8 @@ def split(
         that has to wait for its last recompute (see `select_method`) left a gap.
 
     Raises:
-        BalanceError: an objective or a method that does not exist or does not apply.
+        BalanceError: an objective or a method that does not exist or does not apply, or a time
+            limit that is none.
         InfeasibleError: no split fits the devices and keeps the rules.
 
     Complexity:
@@ -156,6 +158,7 @@ def find(
 ) -> Split | None:
     """Do what `split` does, and return None if no split fits the devices and keeps the rules."""
     used = check_method(problem, objective, method)
+    time_limit = check_time_limit(time_limit)
     if objective == "peak_memory":
         peak = least_peak(problem)
         if peak is None:

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 import gpipebal as gb
 from gpipebal.errors import BalanceError, ProfileError
-from gpipebal.planner import best, evaluate, solve, top_plans
+from gpipebal.planner import evaluate, solve, top_plans
 from gpipebal.planner.posing import pose
 from gpipebal.planner.question import Options, ask
+from gpipebal.planner.quick_bounds import lower_bound_of
 from gpipebal.problem.chunking import at_chunks, chunk_candidates
 
 ROWS = (1, 4, 16)
@@ -124,7 +125,7 @@ def test_auto_is_the_best_of_all_candidates(
     question = ask(profile, n, Options(chunks="auto", **options))
     for plan in plans:
         posed = pose(question, plan.chunks)
-        bound = best.lower_bound_of(posed.problem, "makespan")
+        bound = lower_bound_of(posed.problem, "makespan")
         assert bound <= plan.lower_bound * (1 + 1e-12)
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Sequence
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +22,7 @@ from gpipebal.planner.posing import Posed
 from gpipebal.planner.schedules import search
 from gpipebal.planner.schedules.costs import ScheduleCosts
 from gpipebal.problem import Problem
-from gpipebal.solvers import Split, find
+from gpipebal.solvers import Split, find, split
 
 
 @settings(max_examples=40, deadline=None)
@@ -114,16 +117,48 @@ def test_a_second_search_without_time_hides_no_plan(monkeypatch: pytest.MonkeyPa
     assert max(part.memory.total for part in found.partitions) <= least
 
 
+@pytest.mark.parametrize(
+    ("seed", "checkpoint", "time_limit"), [(1, "never", 0), (2, "auto", 0), (2, "auto", None)]
+)
+def test_under_a_searched_schedule_the_least_peak_is_a_limit_that_fits(
+    seed: int, checkpoint: str, time_limit: float | None
+) -> None:
+    """The plan that has it is found, with no time and with much; a short time hides no plan."""
+    options = {"checkpoint": checkpoint, "partitions": 6, "schedule": "1f1b"}
+    least = gb.solve(tight(seed), objective="peak_memory", **options)
+    found = gb.solve(tight(seed), memory_limit=int(least.value), time_limit=time_limit, **options)
+    assert max(part.memory.total for part in found.partitions) <= least.value
+    assert found.lower_bound <= found.value == gb.simulate(found).makespan
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("seconds", [10**400, Fraction(10**400), float("inf"), np.float32(50)])
+def test_more_seconds_than_a_clock_counts_are_no_limit(schedule: str, seconds: Any) -> None:
+    """Whatever kind of number they are."""
+    profile = gb.Profile.from_costs([3.0, 1.0, 4.0, 1.0], chunks=4)
+    options = {"devices": [1, 2], "any_order": True, "schedule": schedule}
+    plan = gb.solve(profile, 2, **options)
+    assert gb.solve(profile, 2, time_limit=seconds, **options) == plan
+    problem = Problem(**profile.layer_times, n_partitions=2, chunks=4)
+    assert split(problem, method="box search", time_limit=seconds).status == "optimal"
+    for wrong in (-1, float("nan"), "60", True):
+        with pytest.raises(BalanceError, match=r"time_limit is not a time: .*\nFix: time_limit=60"):
+            split(problem, method="box search", time_limit=wrong)
+
+
 def test_what_is_lacking_is_told_without_time() -> None:
-    """And what else might be said of it is left out."""
+    """And more memory that helps; what else might is left out."""
+    question = {"checkpoint": "never", "partitions": 6, "time_limit": 0}
     with pytest.raises(InfeasibleError, match=r"partition \d does not fit") as caught:
-        gb.solve(tight(0), 6, memory_limit=200, checkpoint="never", time_limit=0)
-    assert "more time to see what helps (time_limit=0 was given)" in str(caught.value)
-    assert "busy neighbours" not in str(caught.value)
+        gb.solve(tight(0), memory_limit=200, **question)
+    text = str(caught.value)
+    assert text.endswith("; or more time to see what else helps (time_limit=0 was given).")
+    enough = re.search(r"Fix: memory_limit=(\d+);", text)
+    assert enough is not None and gb.solve(tight(0), memory_limit=int(enough[1]), **question)
 
 
-def test_what_was_not_tried_is_not_said_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few ways to cut the chain are all tried, but for those for which there was no time."""
+def test_few_ways_are_all_tried_until_one_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the time: to say that nothing fits would be wrong."""
     profile = gb.Profile.from_costs(
         [2.0, 2.0, 6.0, 3.0, 5.0],
         saved_bytes=[37, 82, 32, 82, 9],
@@ -132,12 +167,18 @@ def test_what_was_not_tried_is_not_said_to_fail(monkeypatch: pytest.MonkeyPatch)
     )
     options = {"partitions": 4, "checkpoint": "except_last"}
     least = int(gb.solve(profile, objective="peak_memory", **options).value)
-    assert gb.solve(profile, memory_limit=least, **options)
+    optimum = gb.solve(profile, memory_limit=least, **options)
     clock = itertools.count(0, 100)
     monkeypatch.setattr(best, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
-    with pytest.raises(InfeasibleError) as caught:
-        gb.solve(profile, memory_limit=least, time_limit=50, **options)
-    assert "some splits fit, but none of those tried does" in str(caught.value)
+    assert gb.solve(profile, memory_limit=least, time_limit=50, **options).value == optimum.value
+
+
+def test_what_was_not_tried_is_not_said_to_fail() -> None:
+    """Of many ways to cut the chain those were tried for which there was time."""
+    options = {"partitions": 6, "checkpoint": "never", "schedule": "1f1b"}
+    least = int(gb.solve(tight(1), objective="peak_memory", **options).value)
+    with pytest.raises(InfeasibleError, match=r"none of those tried within time_limit=0 does"):
+        gb.solve(tight(1), memory_limit=least - 1, time_limit=0, **options)
 
 
 @pytest.mark.parametrize("checkpoint", ["auto", "except_last", "never"])
