@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -143,6 +144,14 @@ def test_numbers_beyond_64_bits_stay_exact() -> None:
     assert int(memory.rows(0, 0, "never")[1]) == 8 * 2 * big
 
 
+def test_gradients_beyond_64_bits_are_of_the_runs_that_make_them() -> None:
+    """A run of one layer needs none of what the layers before it do."""
+    profile = gb.Profile.from_costs([1.0] * 2, parameter_bytes=[2**62, 0], saved_bytes=[0, 7])
+    memory = memory_of(profile, chunks=1, loss_inside=True, shared_memory=False)
+    exact = partition_memory(profile, (0, 1, 2), chunks=1, checkpoint="never", loss_inside=True)
+    assert int(memory.rows(1, 1, "never")[0]) == exact[1].total == 7
+
+
 def test_a_skip_is_input_of_the_run_that_pops_it_and_stash_of_the_one_that_makes_it() -> None:
     """By hand: 100 bytes go from layer 0 to layer 2, past layer 1."""
     layer: Any = {"kind": "Layer", "forward_time": 1.0, "backward_time": 1.0, "recompute_time": 1.0}
@@ -247,6 +256,93 @@ def test_long_chains_with_skips_across_each_other_are_equal_to_the_byte(
             exact = partition_memory(profile, bounds, checkpoint=mode, **given)
             j = bounds.index(start)
             assert int(memory.rows(start, j, mode)[end - start - 1]) == exact[j].total
+
+
+def _with_many_skips(rng: random.Random) -> gb.Profile:
+    """Draw a chain of a dozen layers whose skips lie in each other, cross, and share storages."""
+    n, n_storages = 12, rng.choice([4, 12, 40])
+
+    def some(most: int) -> tuple[int, ...]:
+        return tuple(rng.sample(range(n_storages), rng.randint(0, most)))
+
+    layers = tuple(
+        LayerProfile(
+            str(k),
+            "Layer",
+            1.0,
+            1.0,
+            1.0,
+            gradient_bytes=rng.choice([0, 100]),
+            outputs=some(2),
+            saved=some(3),
+            handed_through=some(2),
+            hands_back_given=rng.random() < 0.5,
+            output_gradient_bytes=rng.choice([None, 200]),
+            forward_peak_bytes=rng.randint(0, 900),
+            backward_peak_bytes=rng.randint(0, 900),
+            chained_peak_bytes=rng.choice([None, 50]),
+            copied_bytes=rng.choice([0, 30]),
+        )
+        for k in range(n)
+    )
+    nested = [(k, n - 1 - k) for k in range(n // 2)]
+    crossing = [(rng.randrange(n // 2), rng.randrange(n // 2, n)) for _ in range(6)]
+    # A concatenation of several, whose gradients are parts of one.
+    joined = [(rng.randrange(8), 9) for _ in range(3)]
+    skips = [
+        SkipProfile(
+            str(k),
+            *ends,
+            some(2),
+            some(2) if k % 3 == 0 or ends in joined else None,
+            rng.random() < 0.5,
+            rng.choice([0, 3]),
+        )
+        for k, ends in enumerate(nested + crossing + joined)
+    ]
+    return gb.Profile(
+        layers,
+        tuple(rng.choice([1, 2, 8, 50, 1000]) for _ in range(n_storages)),
+        some(2),
+        skips=tuple(skips),
+        ties=(TieProfile((3, 5, 9), 0, 0),),
+        without_gradient=some(3),
+    )
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_many_skips_are_equal_to_the_byte(shared: bool, inside: bool) -> None:
+    """What runs receive, and what their ends change, for skips of all kinds at once."""
+    rng = random.Random(11)
+    for _ in range(12):
+        profile = _with_many_skips(rng)
+        n, exist = profile.n_layers, rng.random() < 0.5
+        given: Any = {"chunks": rng.choice([1, 3]), "loss_inside": inside, "shared_memory": shared}
+        given["gradients_exist"] = exist
+        memory = memory_of(profile, **given)
+        for mode in MODES:
+            for start, end in rng.sample([(a, b) for b in range(1, n + 1) for a in range(b)], 15):
+                bounds = sorted({0, start, end, n})
+                exact = partition_memory(profile, bounds, checkpoint=mode, **given)
+                j = bounds.index(start)
+                assert int(memory.rows(start, j, mode)[end - start - 1]) == exact[j].total
+
+
+def test_skips_in_each_other_need_no_more_room_for_planning() -> None:
+    """However many skip connections a run pops, there is one row of the tables for its start."""
+    n = 120
+    layers = tuple(LayerProfile(str(k), "Layer", 1.0, 1.0, 1.0, outputs=(k,)) for k in range(n))
+    nested = tuple(SkipProfile(str(k), k, n - 1 - k, (k,)) for k in range(50))
+    peaks = []
+    for skips in (nested[:1], nested):
+        profile = gb.Profile(layers, (8,) * n, skips=skips)
+        memory = memory_of(profile, chunks=3, loss_inside=True, shared_memory=False)
+        tracemalloc.start()
+        memory.rows(0, 0, "always")
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 2 * peaks[0]
 
 
 def test_what_runs_without_a_gradient_hold_for_others_is_bounded() -> None:

@@ -1,23 +1,26 @@
-"""How much less the backwards of runs of layers need because of where the run ends.
+"""How what the backwards of runs of layers need depends on where the run ends.
 
-One table of what each layer's backward needs serves for all ends, as if every run went on. Where a
-run ends, some of this memory is not needed: for example, gradients of skip connections that go past
-the end are among those that the backward starts from. The amounts that are subtracted are of two
-kinds. Some stay the same for many ends in a row: those of the same skip connections past all of
-these ends, or of the same uses of tied parameters. They are subtracted once for all of these ends,
-and where they change, only from there on. The others belong to one end, and begin a few layers
-before it.
+One table of what each layer's backward needs serves for all ends, as if every run went on, and
+popped no skip connection. A longer run may pop more of them, whose gradients wait. And where a run
+ends, some memory is not needed: for example, the gradient of a layer that ends the run is among
+those that the backward starts from. These amounts are of two kinds. Some stay the same for many
+ends in a row: those of skip connections that all of these runs pop, or of the same uses of tied
+parameters. They are changes of the table, and stay in it for these ends. The others belong to one
+end, begin a few layers before it, and are subtracted for this end alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import pairwise, starmap
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpipebal.memory.layer_peaks import copied, freed
+from gpipebal.planner.runs.chain import Stretch
+from gpipebal.planner.runs.highest import Change, Highest
 from gpipebal.planner.runs.skip_gradients import SkipGradients
 from gpipebal.planner.runs.storage_tables import StorageTables
 from gpipebal.planner.runs.tie_tables import TieTables
@@ -25,42 +28,15 @@ from gpipebal.planner.runs.tie_tables import TieTables
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    Table = NDArray[Any]
+    from gpipebal.planner.runs.highest import Less
 
-    #: The first layer from which on something is subtracted, and a table of as many layers as it is
-    #: subtracted from; it may be one row that holds for all.
-    Less = tuple[int, Table]
+    Table = NDArray[Any]
 
 __all__ = ["RunEnds"]
 
 
-class _Lasting(NamedTuple):
-    """An amount that is subtracted for several ends.
-
-    Attributes:
-        first: The first layer from which on it is subtracted.
-        columns: Called as ``columns(low, stop)``, with `low` no less than `first` and `stop` no
-            more than `end`; returns what is subtracted from layers `low` to ``stop - 1``, as a
-            table or a row for all.
-        end: The first layer after those that it is subtracted from; None: there is none.
-    """
-
-    first: int
-    columns: Callable[[int, int], Table]
-    end: int | None = None
-
-    @classmethod
-    def of(cls, first: int, amounts: Table) -> _Lasting:
-        """Return amounts of some layers, beginning with the first."""
-        return cls(
-            first,
-            lambda low, stop: amounts[:, low - first : stop - first],
-            first + amounts.shape[1],
-        )
-
-
 class RunEnds:
-    """Subtracts the amounts that depend on where runs end.
+    """Adds and subtracts the amounts that depend on where runs end.
 
     Args:
         tables: Tables of the runs.
@@ -82,37 +58,46 @@ class RunEnds:
         self._idle_to_end = idle_to_end
         self._chain, self._profile = tables.chain, tables.chain.profile
         self._chunks, self._n = chunks, tables.chain.profile.n_layers
-        self._firsts = np.array(tables.firsts)
+        self._firsts = tables.firsts
+        #: The last layer that pops something of each one that stashes.
+        self._popped_by: dict[int, int] = {}
+        for skip in self._profile.skips:
+            last = self._popped_by.get(skip.source, 0)
+            self._popped_by[skip.source] = max(last, skip.destination)
 
     def correct(
-        self, before: Table, inner: Table, highest: Table, *, again: bool, exist: bool
+        self,
+        before: Table,
+        needs: Highest,
+        changes: Sequence[Change],
+        *,
+        again: bool,
+        exist: bool,
     ) -> None:
         """Correct the highest of the layers before the last of every run.
 
         Args:
             before: For each run to each end, column 0 being end 1, the highest of its layers but
-                the last; changed where something is subtracted.
-            inner: What each layer needs in a run that goes on after it.
-            highest: The running maximum of `inner` along each row.
+                the last; changed where it is another for this end.
+            needs: What each layer needs in a run that goes on after it.
+            changes: What layers need in addition in the runs to some ends.
             again: Whether the runs are recomputed before their backward.
             exist: Whether gradients exist when the backward begins.
 
         Complexity:
-            For each variant of a run: O(n) once for the chain of n layers; O(l) for each skip
-            connection that goes past l layers; O(n) for each use of a tied parameter; and O(l) for
-            each end where values are passed on that l layers have handed through.
+            For N runs' first layers and a chain of n layers: O(N l) for each skip connection that
+            goes past l layers; O(N n) for each end before which one is popped, and for each use of
+            a tied parameter; and O(N l) for each end where values are passed on that l layers have
+            handed through.
         """
-        needs = _Needs(inner, highest)
-        for _, group in groupby(range(2, self._n + 1), key=self._lasting_key):
-            ends = list(group)
-            needs.take_off(dict(self._lasting(ends[-1], again, exist)), self._last(ends[-1]))
-            for end in ends:
-                last = self._last(end)
-                own = [less for less in self._own(end, again, exist) if less[0] < last]
-                if own:
-                    before[:, end - 1] = needs.highest_less(own, last)
-                elif last > needs.start:
-                    before[:, end - 1] = needs.highest_before(last)
+        every = [*changes, *self._lasting(again, exist)]
+        for end in needs.through(range(2, self._n + 1), every):
+            last = self._last(end)
+            own = [less for less in self._own(end, again, exist) if less[0] < last]
+            if own:
+                before[:, end - 1] = needs.before_less(last, own)
+            elif needs.has_changed(last):
+                before[:, end - 1] = needs.before(last)
 
     def _last(self, end: int) -> int:
         """Return the last layer of the runs to an end: the loss, if one follows the last layer."""
@@ -122,72 +107,69 @@ class RunEnds:
         """Tell whether a backward of the runs to an end starts from gradients it is given."""
         return end < self._n or self._chain.loss is None
 
-    def _lasting_key(self, end: int) -> Hashable:
-        """Return a key for all that is not one end's own: ends with equal keys share it."""
-        if end == self._n:  # the caller or the loss comes next
-            return None
-        past = tuple(k for k in self._chain.crossing[end] if self._source(k) < end - 1)
-        return past, self._ties.uses_before(end), tuple(self._handed_from_before(end))
-
-    def _lasting(self, end: int, again: bool, exist: bool) -> Iterator[tuple[Hashable, _Lasting]]:
-        """Yield what is subtracted for this end and others, by names that stay the same."""
-        for t, n_uses in enumerate(self._ties.uses_before(end)):
-            if n_uses > 1:
-                first, amounts = self._ties.less(t, n_uses, exist)
-                yield ("tie", t, n_uses), _Lasting.of(first, amounts)
-        if self._goes_on(end):
-            yield from self._skip_gradients(end, exist)
-        for storage, handing in self._handed_from_before(end) if end < self._n else ():
-            comes_in = self._handed_comes_in(storage, handing, again)
-            held = self._held(storage, comes_in)
-            first = int(comes_in.min(initial=self._tables.n_columns + 1)) - 1
-            yield ("handed", storage, handing), _Lasting(first, held)
+    def _lasting(self, again: bool, exist: bool) -> Iterator[Change]:
+        """Yield what is added or subtracted for some ends in a row."""
+        yield from self._ties.changes(exist)
+        yield from self._skip_gradients(exist)
+        yield from self._skips_of_start()
+        for stretch in self._chain.handed:
+            yield from self._handed_from_before(stretch, again)
 
     def _own(self, end: int, again: bool, exist: bool) -> Iterator[Less]:
+        """Yield what is subtracted for one end alone."""
         last = self._last(end)
         if self._goes_on(end):
             yield from self._through(end, exist)
-            yield from self._skips_of_start(end)
         if end < self._n and self._chain.shared_memory:
             for storage, handing in self._chain.handed_at[end].items():
                 if handing == end - 1:
-                    comes_in = self._handed_comes_in(storage, handing, again)
-                    first = int(comes_in.min(initial=self._tables.n_columns + 1)) - 1
+                    comes_in = self._handed_comes_in(storage, handing, end, again)
+                    first = int(comes_in.min()) - 1
                     if first < last:
-                        yield first, self._held(storage, comes_in)(first, last)
+                        n_bytes = self._tables.chain.bytes[storage]
+                        yield first, self._held(n_bytes, comes_in, first, last)
         if end == self._n and self._chunks == 1 and self._chain.loss is None and not again:
             yield from self._kept_by_caller(last)
 
-    def _source(self, skip: int) -> int:
-        return self._profile.skips[skip].source
+    def _skip_gradients(self, exist: bool) -> Iterator[Change]:
+        """Yield gradients of skip connections.
 
-    def _skip_sources(self, end: int) -> set[int]:
-        """Return the layers before the last whose skip connections go past an end."""
-        return {k for k in map(self._source, self._chain.crossing[end]) if k < end - 1}
-
-    def _skip_gradients(self, end: int, exist: bool) -> Iterator[tuple[Hashable, _Lasting]]:
-        """Yield gradients of skip connections that go past the end.
-
-        They are among those that the backward starts from, and do not wait.
+        Those of skips that a run pops wait, for the layer that stashed them or for the end. Those
+        of skips that go past the end are among what the backward starts from.
         """
-        for k in self._chain.crossing[end]:
-            source = self._source(k)
-            if source < end - 1:
-                n_bytes = self._skips.held[k][:, None]
-                yield ("skip", k), _Lasting(source, _everywhere(n_bytes))
-        for source in self._skip_sources(end):
+        for skip, held in zip(self._profile.skips, self._skips.held, strict=True):
+            ends = range(skip.destination + 1, self._n + 1)
+            yield self._alike(ends, range(skip.source, skip.destination), held)
+        for source, destination in self._popped_by.items():
             # The backward started from these, and does not free them.
-            n_bytes = self._row([-freed(self._profile.layers[source], exist)])
+            n_bytes = self._column(freed(self._profile.layers[source], exist))
             if source in self._skips.value_gradients:
-                n_bytes = n_bytes * ~self._skips.value_gradients[source][1][:, None]
-            yield ("source", source), _Lasting.of(source, n_bytes)
+                n_bytes = n_bytes * ~self._skips.value_gradients[source][1]
+            ends = range(source + 2, destination + 1)
+            yield self._alike(ends, range(source, source + 1), n_bytes)
+
+    def _skips_of_start(self) -> Iterator[Change]:
+        """Yield gradients of popped skips that are, or are parts of, what the backward starts from.
+
+        They do not wait in memory of their own in runs with the layer that stashed them.
+        """
+        layers, stop = self._profile.layers, self._n + self._goes_on(self._n)
+        for destination in range(self._n - 1, 0, -1):
+            ends = range(destination + 1, stop)
+            for k in self._skips.popped(destination):
+                skip = self._profile.skips[k]
+                if skip.gradient_is_given:
+                    less = -self._skips.held[k] * (self._firsts <= skip.source)
+                    yield self._alike(ends, range(skip.source, destination), less)
+            if not layers[destination].hands_back_given:
+                stop = destination + 1
 
     def _through(self, end: int, exist: bool) -> Iterator[Less]:
         """Yield gradients that are not made a second time: the backward started from them.
 
         They are of what is handed through to the end, or parts of those at the end.
         """
-        profile, sources = self._profile, self._skip_sources(end)
+        profile = self._profile
         through, is_start = set(profile.layers[end - 1].outputs), True
         further = profile.further_gradients(end - 1)
         amounts: list[Table] = []  # from the last layer but one to the first
@@ -205,14 +187,11 @@ class RunEnds:
                 n_bytes = profile.gradient_bytes_of(through.intersection(layer.outputs)) + further
             n_bytes += layer.excess_gradient_bytes
             # What the backward started from is not freed.
-            less = self._row([n_bytes])
-            if k not in sources:
-                less = less - freed(layer, exist)
+            is_freed = self._popped_by.get(k, 0) < end
+            less = self._row([n_bytes - is_freed * freed(layer, exist)])
             if k in self._skips.value_gradients:
                 more, is_held = (each[:, None] for each in self._skips.value_gradients[k])
-                less = less + more
-                if k not in sources:
-                    less = less + is_held * freed(layer, exist)
+                less = less + more + is_held * (is_freed * freed(layer, exist))
             amounts.append(less)
             if not through.isdisjoint(layer.handed_through) and copied(layer, exist):
                 at_begin[k] = copied(layer, exist)
@@ -225,134 +204,60 @@ class RunEnds:
             copies = [at_begin.get(k, 0) for k in self._firsts.tolist()]
             yield first, -self._row(copies).T.repeat(self._last(end) - first, axis=1)
 
-    def _skips_of_start(self, end: int) -> Iterator[Less]:
-        """Yield gradients of popped skips that are, or are parts of, what the backward starts from.
+    def _handed_from_before(self, stretch: Stretch, again: bool) -> Iterator[Change]:
+        """Yield what runs pass on from layers before their last, at some ends in a row."""
+        storage, begin, stop, last = stretch
+        begin = max(begin, last + 2)
+        if begin >= stop:
+            return
+        # Longer runs may have it in their input, too.
+        entered = (end for end in self._tables.inputs.ends_of(storage) if begin < end < stop)
+        for ends in starmap(range, pairwise([begin, *entered, stop])):
+            comes_in = self._handed_comes_in(storage, last, ends.start, again)
+            first, behind = int(comes_in.min()) - 1, ends.stop - 2
+            if first < behind:
+                n_bytes = -self._tables.chain.bytes[storage]
+                yield Change(ends, first, partial(self._held, n_bytes, comes_in, first, behind))
 
-        They do not wait in memory of their own in runs with the layer that stashed them.
-        """
-        layers, last = self._profile.layers, self._last(end)
-        for destination in range(end - 1, 0, -1):
-            for k in self._skips.popped(destination):
-                source = self._source(k)
-                if self._profile.skips[k].gradient_is_given:
-                    n_bytes = self._skips.held[k] * (self._firsts <= source)
-                    columns = min(destination, last) - source
-                    yield source, n_bytes[:, None].repeat(columns, axis=1)
-            if not layers[destination].hands_back_given:
-                return
-
-    def _handed_from_before(self, end: int) -> Sequence[tuple[int, int]]:
-        """Return what runs to an end pass on from layers before their last, and which runs do."""
-        if not self._chain.shared_memory:
-            return []
-        handed = self._chain.handed_at[end]
-        return [(storage, last) for storage, last in handed.items() if last < end - 1]
-
-    def _handed_comes_in(self, storage: int, handing: int, again: bool) -> Table:
-        """Return the first end at which runs hold what they pass on; a later one than all: never.
+    def _handed_comes_in(self, storage: int, handing: int, end: int, again: bool) -> Table:
+        """Return where runs to an end begin to hold what they pass on; `never`: nowhere.
 
         Where they are recomputed (`again`), only if they have received it.
         """
-        tables = self._tables
-        comes_in = tables.comes_in(storage)
+        inputs = self._tables.inputs
         mine = self._firsts <= handing
         if storage in self._profile.inputs:
             mine &= self._firsts > 0
         if again:
-            mine &= tables.is_received(storage)
-        return np.where(mine, comes_in, tables.n_columns + 1)
+            mine &= inputs.have(storage, end)
+        return np.where(mine, inputs.comes_in(storage, end), self._chain.never)
 
-    def _held(self, storage: int, comes_in: Table) -> Callable[[int, int], Table]:
-        """Return a function for the bytes of a storage at layers, from where it comes in."""
-        kind, n_bytes = self._tables.kind, self._tables.bytes[storage]
-
-        def columns(low: int, stop: int) -> Table:
-            is_held: Table = comes_in[:, None] <= np.arange(low + 1, stop + 1)[None, :]
-            return is_held.astype(kind) * n_bytes
-
-        return columns
+    def _held(self, n_bytes: int, comes_in: Table, low: int, stop: int) -> Table:
+        """Return bytes of what comes in somewhere, at the layers from `low` to before `stop`."""
+        is_held: Table = comes_in[:, None] <= np.arange(low + 1, stop + 1)[None, :]
+        return is_held.astype(self._tables.kind) * n_bytes
 
     def _kept_by_caller(self, last: int) -> Iterator[Less]:
         """Yield what the caller keeps of the last run's graph, as negative amounts."""
-        tables = self._tables
         for storage in set(self._profile.layers[-1].outputs):
-            comes_in = tables.comes_in(storage)
-            in_graph = (comes_in < tables.n_columns) & ~self._idle_to_end
+            comes_in = self._tables.inputs.comes_in(storage, self._n)
+            in_graph = (comes_in < self._chain.never) & ~self._idle_to_end
             if storage in self._profile.inputs:
                 in_graph &= (self._firsts > 0) & (not self._chain.shared_memory)
             missing = comes_in[:, None] > np.arange(1, last + 1)[None, :]
-            yield 0, -(missing & in_graph[:, None]).astype(tables.kind) * tables.bytes[storage]
+            n_bytes = self._chain.bytes[storage]
+            yield 0, -(missing & in_graph[:, None]).astype(self._tables.kind) * n_bytes
+
+    def _alike(self, ends: range, layers: range, amounts: Table) -> Change:
+        """Return a change by amounts of each run that are the same at some layers."""
+        # No run that begins behind these layers has one of them.
+        rows = slice(0, int(np.searchsorted(self._firsts, layers.stop)))
+        shape = rows.stop, len(layers)
+        same = partial(np.broadcast_to, amounts[rows, None], shape)
+        return Change(ends, layers.start, same, rows)
+
+    def _column(self, number: int) -> Table:
+        return np.full(len(self._firsts), number, dtype=self._tables.kind)
 
     def _row(self, numbers: Sequence[int]) -> Table:
         return np.array([numbers], dtype=self._tables.kind)
-
-
-class _Needs:
-    """What each layer needs, less what is subtracted for several ends.
-
-    Attributes:
-        start: Columns before this one are still those of the table for all ends.
-    """
-
-    def __init__(self, inner: Table, highest: Table) -> None:
-        self._inner, self._highest = inner, highest
-        self.start = inner.shape[1]
-        self._changed, self._running = inner, highest
-        self._lasting: Mapping[Hashable, _Lasting] = {}
-        self._stop = 0
-
-    def take_off(self, lasting: Mapping[Hashable, _Lasting], stop: int) -> None:
-        """Subtract exactly these amounts from the columns before `stop`; keep unchanged ones."""
-        differs = self._lasting.keys() ^ lasting.keys()
-        both = {**self._lasting, **lasting}
-        low = min([self._stop, *(both[key].first for key in differs)])
-        self._lasting, self._stop = lasting, stop
-        self.start = start = min((one.first for one in lasting.values()), default=stop)
-        low = max(low, start)
-        if low >= stop:
-            return
-        if self._changed is self._inner:
-            self._changed, self._running = self._inner.copy(), self._highest.copy()
-        changed = self._inner[:, low:stop].copy()
-        for one in lasting.values():
-            first, end = max(one.first, low), stop if one.end is None else min(one.end, stop)
-            if first < end:
-                changed[:, first - low : end - low] -= one.columns(first, end)
-        running = np.maximum.accumulate(changed, axis=1)
-        if low:
-            before = self._highest if low == start else self._running
-            np.maximum(running, before[:, low - 1 : low], out=running)
-        self._changed[:, low:stop], self._running[:, low:stop] = changed, running
-
-    def highest_before(self, column: int) -> Table:
-        """Return the highest of each row in the columns before one that is not the first."""
-        if column <= self.start:
-            return self._highest[:, column - 1]
-        return self._running[:, column - 1]
-
-    def highest_less(self, amounts: Sequence[Less], stop: int) -> Table:
-        """Return the highest of each row in the columns before `stop`, less further amounts."""
-        low, start = min(first for first, _ in amounts), self.start
-        columns = self._changed[:, max(low, start) : stop]
-        if low < start:
-            columns = np.concatenate([self._inner[:, low : min(start, stop)], columns], axis=1)
-        found: Table = _less(columns, low, amounts).max(axis=1)
-        return np.maximum(found, self.highest_before(low)) if low else found
-
-
-def _everywhere(amount: Table) -> Callable[[int, int], Table]:
-    """Return a function for the same amount at all layers."""
-    return lambda low, stop: amount
-
-
-def _less(table: Table, low: int, amounts: Sequence[Less]) -> Table:
-    """Return columns of a table, the first of which has the number `low`, less amounts.
-
-    Example:
-        >>> _less(np.array([[5, 5, 5]]), 1, [(2, np.array([[4]]))])
-        array([[5, 1, 5]])
-    """
-    found = table.copy()
-    for first, each in amounts:
-        found[:, first - low : first - low + each.shape[1]] -= each
-    return found

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from gpipebal.memory.loss import loss_of_micro_batch
+from gpipebal.planner.runs.chain import LayerChain
 from gpipebal.planner.runs.moments import RowMoment, moments_of
 from gpipebal.planner.runs.peaks import RunPeaks
-from gpipebal.planner.runs.storage_tables import LayerChain, StorageTables
+from gpipebal.planner.runs.storage_tables import StorageTables
 from gpipebal.problem import Memory
 from gpipebal.profile import Profile
 from gpipebal.schedule import (
@@ -80,11 +81,11 @@ def memory_of(
         UnsupportedPlanError: another schedule.
 
     Complexity:
-        O(N^2) in numpy for N layers and each mode; in addition O(N l) for every skip connection
-        that goes past l layers, O(N^2) for every use of a tied parameter, and O(N l) for every cut
-        where values are passed on that l layers have handed through. Where partitions share a
-        memory, O(N^2) for every cut where a storage is passed on that a layer before the last one
-        saves. All of this for every row that is unlike the others: under ``'gpipe'`` one, under
+        O(N^2) in numpy for N layers and each mode, of which there are few; in addition O(N^2) for
+        every skip connection and every use of a tied parameter, and O(N l) for every cut where
+        values are passed on that l layers have handed through. Where partitions share a memory,
+        O(N^2) for every cut where a storage is passed on that a layer before the last one saves.
+        All of this for every row that is unlike the others: under ``'gpipe'`` one, under
         ``'1f1b'`` every partition's.
 
     Example:
@@ -165,7 +166,9 @@ class RunMemory:
         self._gradients_exist = gradients_exist
         loss = loss_of_micro_batch(profile) if loss_inside else None
         self._chain = LayerChain(profile, loss, shared_memory)
-        self._kind = self._number_type()
+        #: No sum exceeds it.
+        self._largest = self._largest_sum()
+        self._kind = np.int64 if self._largest < 2**60 else object
         self._tables: RunPeaks | None = None
         self._peaks: dict[tuple[CheckpointMode, int], list[Table]] = {}
 
@@ -231,12 +234,12 @@ class RunMemory:
             gradients_exist=self._gradients_exist,
         )
 
-    def _number_type(self) -> type:
-        """Return a type of numbers that all sums fit into."""
+    def _largest_sum(self) -> int:
+        """Bound all sums from above."""
         layers = self._chain.layers
         names = ["parameter", "gradient", "buffer", "kept_buffer", "saved_buffer", "optimizer"]
         names += ["forward_peak", "backward_peak"]
-        one = sum(self._profile.storages) * 4
+        one = (sum(self._profile.storages) + sum(self._chain.skip_bytes)) * 4
         for name in names:
             one += sum(getattr(layer, f"{name}_bytes") or 0 for layer in layers)
         for name in ("accumulating", "chained", "chained_accumulating"):
@@ -245,29 +248,27 @@ class RunMemory:
         whole = self._profile.step.whole_loss
         if whole is not None:
             one += whole.forward_peak_bytes + whole.backward_peak_bytes + whole.buffer_bytes
-        return np.int64 if one * (3 * self._chunks + 8) < 2**60 else object
+        return one * (3 * self._chunks + 8)
 
     def _all_rows(self, mode: CheckpointMode, label: int) -> list[Table]:
         moments = self._moments(mode, label)
-        rows: list[list[Table]] = [[] for _ in range(self._profile.n_layers)]
+        rows: list[Table] = []
         for piece in self._pieces():
             peaks = piece.peaks(moments)
-            for v, variant in enumerate(piece.variants):
-                first_end, last_end = variant.ends
-                # A copy, so that the rest of the tables is not kept.
-                rows[variant.first].append(peaks[v, first_end - 1 : last_end].copy())
-        return [row[0] if len(row) == 1 else np.concatenate(row) for row in rows]
+            # Copies, so that the rest of the tables is not kept.
+            rows += [peaks[row, first:].copy() for row, first in enumerate(piece.firsts.tolist())]
+        return rows
 
     def _pieces(self) -> Iterator[RunPeaks]:
-        """Yield tables of all variants, one after the other; those of short chains are kept."""
+        """Yield tables of all runs, some first layers at a time; those of short chains are kept."""
         if self._tables is not None:
             yield self._tables
             return
-        variants = self._chain.variants
+        firsts = range(self._profile.n_layers)
         n_rows = max(1, _MOST_ENTRIES // (len(self._chain.layers) + 1))
-        for low in range(0, len(variants), n_rows):
-            tables = StorageTables(self._chain, variants[low : low + n_rows], self._kind)
-            piece = RunPeaks(tables, self._chunks)
-            if len(variants) <= n_rows:
+        for low in firsts[::n_rows]:
+            tables = StorageTables(self._chain, firsts[low : low + n_rows], self._kind)
+            piece = RunPeaks(tables, self._chunks, self._largest)
+            if len(firsts) <= n_rows:
                 self._tables = piece
             yield piece

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from gpipebal.memory.layer_peaks import (
 )
 from gpipebal.memory.loss import around_loss
 from gpipebal.planner.runs.ends import RunEnds
+from gpipebal.planner.runs.highest import Highest
 from gpipebal.planner.runs.moments import RowMoment
 from gpipebal.planner.runs.skip_gradients import SkipGradients
 from gpipebal.planner.runs.storage_tables import StorageTables
@@ -30,54 +32,56 @@ if TYPE_CHECKING:
 
 __all__ = ["RunPeaks"]
 
-#: The entry where a table has no moment: below every sum of bytes.
-_NONE = -(2**61)
-
 
 class RunPeaks:
-    """Tables of some variants, and the peaks of moments that follow from them.
+    """Tables of the runs from some layers, and the peaks of moments that follow from them.
 
-    Rows are variants, columns ends from 1 to the number of layers (less one: column 0 is end 1).
+    Rows are first layers, columns ends from 1 to the number of layers: column 0 is end 1.
+
+    Args:
+        tables: What the runs hold.
+        chunks: Micro-batches of a mini-batch.
+        largest: No sum of bytes exceeds it.
     """
 
-    def __init__(self, tables: StorageTables, chunks: int) -> None:
+    def __init__(self, tables: StorageTables, chunks: int, largest: int) -> None:
         self._tables, self._chunks = tables, chunks
         chain = tables.chain
+        #: The entry where a table has no moment: below every sum of bytes, whatever is added to it.
+        self._none = -2 * max(largest, 1)
         self._shared = chain.shared_memory
-        self.variants = tables.variants
         self._chain, self._profile = chain, chain.profile
         self._n = chain.profile.n_layers
         #: The column of each end in the tables of storages: with a loss, one more for the last.
         self._ends = np.array([*range(1, self._n), len(chain.layers)])
-        self._firsts = np.array(tables.firsts)
-        self._ties = TieTables(self._profile, self._firsts, tables.kind)
+        self.firsts = tables.firsts
+        self._ties = TieTables(self._profile, self.firsts, tables.kind)
         gradients = [layer.gradient_bytes for layer in chain.layers]
         self._gradient_sums = self._column([0, *gradients]).cumsum()
         self._all_gradients = (
-            self._gradient_sums[self._ends][None, :] - self._gradient_sums[self._firsts][:, None]
+            self._gradient_sums[self._ends][None, :] - self._gradient_sums[self.firsts][:, None]
         ) - self._ties.counted_again
         self._fixed = self._fixed_bytes()
-        self._outgoing = tables.stashed[:, self._ends].copy()
+        self._outgoing = self._at_ends(tables.of_skips(chain.skip_bytes, popped=False))
         sizes = [self._profile.bytes_of(layer.outputs) for layer in self._profile.layers[:-1]]
         self._outgoing[:, :-1] += self._column(sizes)
         #: Gradients that the backward of each layer is given; the backward of a loss is given none.
         self._flowing = [self._profile.gradients_into(k) for k in range(self._n)]
         self._flowing += [0] * (len(chain.layers) - self._n)
-        self._started = tables.stashed_gradients[:, self._ends].copy()
+        self._started = self._at_ends(tables.of_skips(chain.skip_gradient_bytes, popped=False))
         self._started[:, :-1] += self._column(self._flowing[: self._n - 1])
         self._returned = self._returned_bytes()
         self._idle = self._idle_runs()
         self._passed = self._passed_bytes()
-        self._skips = SkipGradients(self._profile, self._firsts, tables.kind)
+        self._skips = SkipGradients(self._profile, self.firsts, tables.kind)
         self._run_ends = RunEnds(tables, self._ties, self._skips, self._idle[:, -1], chunks)
         kept = self._column([0, *(layer.kept_buffer_bytes for layer in chain.layers)]).cumsum()
         #: Copies of buffers that a cell keeps for its recompute.
-        self._kept_buffers = kept[self._ends][None, :] - kept[self._firsts][:, None]
-        self._graphs = tables.kept[:, self._ends].copy()
+        self._kept_buffers = kept[self._ends][None, :] - kept[self.firsts][:, None]
+        self._graphs = self._at_ends(tables.kept)
         if chain.loss is not None:
             self._graphs[:, -1] -= self._in_graph(chain.loss.outputs)
-        self._handed = tables.handed[:, self._ends].copy() if self._shared else 0 * self._graphs
-        self._handed[:, -1] = 0
+        self._handed = self._at_ends(tables.handed)
         #: What the forward of each layer needs if a run begins with it.
         self._first_peaks = {
             records: self._column(
@@ -89,9 +93,14 @@ class RunPeaks:
             for records in (False, True)
         }
         self._known: dict[tuple[str, bool, bool], Table] = {}
+        self._known_forward: dict[bool, Table] = {}
 
     def _column(self, numbers: Sequence[int]) -> Table:
         return np.array(numbers, dtype=self._tables.kind)
+
+    def _at_ends(self, table: Table) -> Table:
+        """Return a copy of the columns of the ends."""
+        return np.take(table, self._ends, axis=1)
 
     def _fixed_bytes(self) -> Table:
         """Return parameters, buffers and optimizer state of each run."""
@@ -99,26 +108,32 @@ class RunPeaks:
         plain = self._column([0, *(la.parameter_bytes + la.buffer_bytes for la in layers)]).cumsum()
         state = self._column([0, *(la.optimizer_bytes or 0 for la in layers)]).cumsum()
         unknown = np.array([0, *(la.optimizer_bytes is None for la in layers)]).cumsum()
-        firsts, ends = self._firsts[:, None], np.arange(1, self._n + 1)[None, :]
+        firsts, ends = self.firsts[:, None], np.arange(1, self._n + 1)[None, :]
         # State that is not known for one layer is not counted for the run.
         known = unknown[ends] == unknown[firsts]
         return plain[ends] - plain[firsts] + np.where(known, state[ends] - state[firsts], 0)
 
     def _returned_bytes(self) -> Table:
         """Bound the bytes that a micro-batch leaves for the partition before: gradient, graph."""
-        profile = self._profile
-        trained = np.cumsum([0, *(bool(la.gradient_bytes) for la in profile.layers)]) > 0
-        found = []
-        for one in self.variants:
-            left = 0
-            if one.first:
-                if trained[one.first]:
-                    left += self._flowing[one.first - 1] + one.popped_gradients
-                if self._shared:
-                    outputs = profile.layers[one.first - 1].outputs
-                    left += profile.bytes_of(outputs) + one.popped
-            found.append(left)
-        return self._column(found)[:, None]
+        chain = self._chain
+        trained = np.cumsum([0, *(bool(la.gradient_bytes) for la in chain.layers)]) > 0
+        gradients = self._column([0, *self._flowing])[self.firsts][:, None]
+        gradients = gradients + self._popped_bytes(chain.skip_gradient_bytes)
+        returned = np.where(trained[self.firsts][:, None], gradients, 0)
+        return returned + self._given if self._shared else returned
+
+    def _popped_bytes(self, n_bytes: Sequence[int]) -> Table:
+        return self._at_ends(self._tables.of_skips(n_bytes, popped=True))
+
+    @cached_property
+    def _given(self) -> Table:
+        """Bytes that runs are given from earlier ones.
+
+        A storage that comes both as the value and as a skip connection counts twice.
+        """
+        values = [self._profile.bytes_of(layer.outputs) for layer in self._profile.layers]
+        given = self._column([0, *values])[self.firsts][:, None]
+        return given + self._popped_bytes(self._chain.skip_bytes)
 
     def _passed_bytes(self) -> Table:
         """Bound what earlier partitions keep of each input, where the run itself does not.
@@ -126,38 +141,26 @@ class RunPeaks:
         A run that receives no gradient keeps nothing of its input, any other run all that has a
         gradient.
         """
-        chain, profile = self._chain, self._profile
-        whole, not_kept = [], []
-        for one in self.variants:
-            is_handed = self._shared and one.first > 0
-            outputs = profile.layers[one.first - 1].outputs if is_handed else ()
-            # A storage that comes both as the value and as a skip connection counts twice.
-            whole.append(profile.bytes_of(outputs) + one.popped if is_handed else 0)
-            lacks = [k for k in one.received if not chain.is_kept(k, one.first)]
-            not_kept.append(sum(chain.bytes[k] for k in lacks) if is_handed else 0)
-        return np.where(self._idle, self._column(whole)[:, None], self._column(not_kept)[:, None])
+        not_kept = self._at_ends(self._tables.not_kept)
+        return np.where(self._idle, self._given, not_kept) if self._shared else 0 * not_kept
 
     def _idle_runs(self) -> Table:
         """Return the runs that receive no gradient."""
-        chain, idle = self._chain, np.zeros((len(self.variants), self._n), dtype=bool)
-        for end in range(1, self._n + (chain.loss is None)):
-            # The last first layers whose runs pass on anything, and a tensor with a gradient.
-            handed = chain.handed_at[end]
-            something = max(handed.values(), default=-1)
-            trained = handed.keys() - chain.without_gradient
-            gradient = max((handed[storage] for storage in trained), default=-1)
-            idle[:, end - 1] = (self._firsts <= something) & (self._firsts > gradient)
+        idle = np.zeros((len(self.firsts), self._n), dtype=bool)
+        for end in range(1, self._n + (self._chain.loss is None)):
+            something, gradient = self._chain.passes_on_from[end]
+            idle[:, end - 1] = (self.firsts <= something) & (self.firsts > gradient)
         return idle
 
     def _in_graph(self, storages: Iterable[int]) -> Table:
         """Return the bytes of storages that the runs to the end hold."""
         tables = self._tables
-        total = self._column([0] * len(self.variants))
+        total = self._column([0] * len(self.firsts))
         for storage in set(storages):
-            held = tables.comes_in(storage) < tables.n_columns
+            held = tables.inputs.comes_in(storage, self._n) < self._chain.never
             if storage in self._profile.inputs:
-                held &= self._firsts > 0
-            total += (held & ~self._idle[:, -1]) * tables.bytes[storage]
+                held &= self.firsts > 0
+            total += (held & ~self._idle[:, -1]) * self._chain.bytes[storage]
         return total
 
     def peaks(self, moments: Sequence[RowMoment]) -> Table:
@@ -165,7 +168,7 @@ class RunPeaks:
         chain = self._chain
         graphs = np.where(self._idle, 0, self._graphs - self._handed)
         tables = self._tables
-        received = tables.received[:, None] - tables.passing[:, self._ends]
+        received = self._at_ends(tables.received - tables.passing)
         inputs = np.where(self._idle, 0, received + self._kept_buffers)
         outputs = self._outputs(moments)
         highest: Table | None = None
@@ -182,7 +185,7 @@ class RunPeaks:
                     total += n_returned * self._returned
                 total[:, -1] += outputs(moment)
             else:
-                total[:, :-1] = _NONE
+                total[:, :-1] = self._none
                 total[:, -1] += outputs(moment)
                 if exist:
                     total[:, -1] += self._all_gradients[:, -1]
@@ -193,7 +196,7 @@ class RunPeaks:
         highest += self._fixed
         if moments[0].gradients_exist:  # before anything has been done
             highest += self._ties.summed_apart
-        highest[self._firsts == 0] += self._profile.input_bytes(self._chunks)
+        highest[self.firsts == 0] += self._profile.input_bytes(self._chunks)
         return highest
 
     def _outputs(self, moments: Sequence[RowMoment]) -> Any:
@@ -203,7 +206,7 @@ class RunPeaks:
         profile, n = self._profile, self._n
         outputs = frozenset(profile.layers[-1].outputs)
         # Runs from the first layer on have the caller's input; in one memory all have it.
-        callers = (self._firsts == 0) | self._shared
+        callers = (self.firsts == 0) | self._shared
         cells = [Cell(profile, first, n, None, self._shared) for first in (n - 1, 0)]
         sizes = self._column([cell.bytes_of(outputs) for cell in cells])
         size, in_graph = sizes[callers.astype(int)], self._in_graph(outputs)
@@ -248,7 +251,7 @@ class RunPeaks:
                 if again:
                     found = found + self._kept_buffers
                 if kind == "R":
-                    found = found - self._tables.passing[:, self._ends]
+                    found = found - self._at_ends(self._tables.passing)
             if kind in "BR":
                 found = np.where(self._idle, self._all_gradients if exist else 0, found)
             self._known[key] = found
@@ -259,74 +262,82 @@ class RunPeaks:
         peaks = self._column([layer.optimizer_peak_bytes or 0 for layer in self._profile.layers])
         if self._profile.step.optimizer_together:
             sums = np.concatenate([peaks[:1] * 0, peaks.cumsum()])
-            return sums[1:][None, :] - sums[self._firsts][:, None]
+            return sums[1:][None, :] - sums[self.firsts][:, None]
         carried = self._column([la.optimizer_carried_bytes for la in self._profile.layers])
         # The first layer that is stepped, for the runs from each layer on.
         first = np.where(peaks > 0, np.arange(self._n), self._n)
-        first = np.minimum.accumulate(first[::-1])[::-1][self._firsts]
+        first = np.minimum.accumulate(first[::-1])[::-1][self.firsts]
         behind = np.arange(self._n)[None, :] > first[:, None]
-        return self._highest_up_to(peaks[None, :] + np.where(behind, carried[None, :], 0))
+        needs = self._from_first(peaks[None, :] + np.where(behind, carried[None, :], 0))
+        return np.maximum.accumulate(needs, axis=1)
 
-    def _highest_up_to(self, table: Table) -> Table:
-        """Return the largest entry of each row from the run's first layer to each column."""
+    def _from_first(self, table: Table) -> Table:
+        """Return a table of layers that has no moment before the first layer of each run."""
         columns = np.arange(table.shape[1])
-        table = np.where(columns[None, :] >= self._firsts[:, None], table, _NONE)
-        return np.maximum.accumulate(table, axis=1)
+        return np.where(columns[None, :] >= self.firsts[:, None], table, self._none)
 
     def _forward(self, records: bool, exist: bool) -> Table:
-        tables, layers = self._tables, self._chain.layers
-        if records:
-            peaks = self._column([layer.forward_peak_bytes for layer in layers])
-            moments = tables.graph[:, :-1] + tables.live[:, :-1] + peaks
-        else:
-            peaks = self._column([forward_peak(layer, records=False) for layer in layers])
-            moments = tables.received[:, None] + tables.live_without_graph[:, :-1] + peaks
-        rows, firsts = np.arange(len(self._firsts)), self._firsts
-        moments[rows, firsts] += self._first_peaks[records][firsts] - peaks[firsts]
-        highest = self._highest_up_to(moments)[:, self._ends - 1]
-        return highest + self._all_gradients if exist else highest
+        if records not in self._known_forward:
+            self._known_forward[records] = self._forward_of_layers(records)
+        found = self._known_forward[records]
+        return found + self._all_gradients if exist else found
+
+    def _forward_of_layers(self, records: bool) -> Table:
+        """Return the most that there is at one time in a forward, without gradients."""
+        needs, changes = self._tables.forward(records)
+        peaks = self._column([forward_peak(layer, records) for layer in self._chain.layers])
+        needs = needs + peaks
+        rows, firsts = np.arange(len(self.firsts)), self.firsts
+        needs[rows, firsts] += self._first_peaks[records][firsts] - peaks[firsts]
+        highest = Highest(self._from_first(needs))
+        found = np.take(highest.running, self._ends - 1, axis=1)
+        for end in highest.through(range(1, self._n + 1), changes):
+            column = int(self._ends[end - 1])
+            if highest.has_changed(column):
+                found[:, end - 1] = highest.before(column)
+        return found
 
     def _backward(self, again: bool, exist: bool) -> Table:
         tables, chain, layers, ends = self._tables, self._chain, self._chain.layers, self._ends
+        kept, changes = tables.backward
         peaks = self._column([backward_peak(layer, exist) for layer in layers])
         flowing = self._column(self._flowing)
         flowing = flowing + self._column([layer.excess_gradient_bytes for layer in layers])
-        # Gradients of skips that a later layer has popped wait for the layer that stashed them.
-        waits = self._skips.waits(chain.crossing[1:])
         made = self._gradient_sums
-        kept = tables.kept
+        at_end = self._at_ends(tables.kept)
         if again:
             # In addition to what a recompute makes there are copies of buffers.
             copies_saved = self._column([0, *(la.saved_buffer_bytes for la in layers)]).cumsum()
-            kept = kept + copies_saved[None, :] - copies_saved[self._firsts][:, None]
+            copies = copies_saved[None, :] - copies_saved[self.firsts][:, None]
+            kept, at_end = kept + copies[:, 1:], at_end + copies[:, ends]
         chained = self._column([chained_peak(layer, exist) for layer in layers])
-        inner = kept[:, 1:] + (chained + flowing + waits)
+        inner = kept + (chained + flowing)
         for k, (more, is_held) in self._skips.value_gradients.items():
             inner[:, k] += more + is_held * freed(layers[k], exist)
-        own = kept[:, ends] + peaks[ends - 1]
+        own = at_end + peaks[ends - 1]
         # What is handed through is copied only where it goes through the whole run.
         copies_made = self._column([copied(layer, exist) for layer in layers])
         passes = np.array([not set(la.outputs).isdisjoint(la.handed_through) for la in layers])
         passes[self._n :] = False  # the loss
-        is_all = passes[None, :] & (np.arange(len(layers))[None, :] == self._firsts[:, None])
+        is_all = passes[None, :] & (np.arange(len(layers))[None, :] == self.firsts[:, None])
         own = own - np.where(is_all, 0, copies_made)[:, ends - 1]
         for first, end in chain.handed_through():  # there it is copied at the beginning
-            own[self._firsts == first, end - 1] += copies_made[first]
+            own[self.firsts == first, end - 1] += copies_made[first]
         if not exist:
             # In addition to the first of a parameter's gradients there is a sum, or a copy.
             copies = self._ties.copies(len(layers))
             inner = inner - made[1:] + copies
             own = own - made[ends] + self._copies_of_last(copies)
-        inner = np.where(np.arange(inner.shape[1])[None, :] >= self._firsts[:, None], inner, _NONE)
+        needs = Highest(self._from_first(inner))
         # Every layer but the last of the run; in a run of one layer there is none.
-        highest = np.maximum.accumulate(inner, axis=1)
-        before = np.concatenate([np.full_like(inner[:, :1], _NONE), highest], axis=1)[:, ends - 1]
-        own = own - (tables.passing_kept[:, ends] if again else self._handed)
-        self._run_ends.correct(before, inner, highest, again=again, exist=exist)
+        none = np.full_like(inner[:, :1], self._none)
+        before = np.take(np.concatenate([none, needs.running], axis=1), ends - 1, axis=1)
+        own = own - (self._at_ends(tables.passing_kept) if again else self._handed)
+        self._run_ends.correct(before, needs, changes, again=again, exist=exist)
         highest = np.maximum(before, own) + self._started
         return highest + (self._all_gradients if exist else made[ends])
 
     def _copies_of_last(self, copies: Table) -> Table:
         """Return the copies of the last layer of each run."""
         last = self._ends - 1
-        return np.where(last[None, :] >= self._firsts[:, None], copies[:, last], 0)
+        return np.where(last[None, :] >= self.firsts[:, None], copies[:, last], 0)

@@ -9,7 +9,8 @@ from math import ceil
 
 import numpy as np
 
-from gpipebal.planner.runs.storage_tables import LayerChain, StorageTables
+from gpipebal.planner.runs.chain import LayerChain
+from gpipebal.planner.runs.storage_tables import StorageTables
 from gpipebal.problem import Memory
 from gpipebal.profile import Profile, StepTerms
 from gpipebal.schedule import CheckpointMode
@@ -45,7 +46,7 @@ def sizes_of(profile: Profile, param_scale: float) -> Memory:
     )
     chain = LayerChain(bare, None)
     large = profile.chunks * sum(profile.storages) >= 2**60
-    saved = StorageTables(chain, chain.variants, object if large else np.int64).graph
+    saved = StorageTables(chain, range(len(layers)), object if large else np.int64).saved
     scaled = [ceil(param_scale * layer.parameter_bytes) for layer in layers]
     fixed = np.array(list(accumulate(scaled, initial=0)))
 

@@ -69,19 +69,3 @@ class SkipGradients:
     def popped(self, layer: int) -> Sequence[int]:
         """Return the skips that a layer pops and another one has stashed."""
         return self._popped.get(layer, ())
-
-    def waits(self, crossing: Sequence[Sequence[int]]) -> Table:
-        """Return what waits while each layer's backward runs, as a table, or as a row for all.
-
-        Args:
-            crossing: For each layer, the skips that go past its end.
-        """
-        waits = self._column([sum(self._alone[k] for k in each) for each in crossing])
-        more = {k: held - self._alone[k] for k, held in enumerate(self.held)}
-        if not any(amounts.any() for amounts in more.values()):
-            return waits
-        waits = np.repeat(waits[None, :], len(self._firsts), axis=0)
-        for k, amounts in more.items():
-            skip = self._profile.skips[k]
-            waits[:, skip.source : skip.destination] += amounts[:, None]
-        return waits

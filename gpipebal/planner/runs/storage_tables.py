@@ -3,380 +3,204 @@
 `gpipebal.memory` walks through one partition with sets of storages. A planner asks about all
 N (N + 1) / 2 runs. What a run holds is a union, so its size is not a sum over layers. But each
 storage comes in at one place: the first layer of the run that saves it, or the run's input. All
-runs that begin between two layers that save a storage meet it at the same place, so a table of
-where storages come in takes two entries for every time that a storage is saved; adding them up
-along rows and columns gives the size of every union.
+runs that begin between two layers that save a storage meet it at the same place, so every time that
+a storage is saved is a rectangle of a table: these first layers, and all ends from there on. So is
+a skip connection that runs stash for later ones, or a storage that they pass on. Numbers at the
+corners of all rectangles, added up along rows and columns, give the size of every union.
 
-Rows of the tables are *variants*: a first layer, and which skip connections the run pops, as they
-are part of its input from the beginning. A chain without skip connections has one per layer.
+Rows of the tables are first layers. Columns are ends; or they are layers, and then the table is
+that of the shortest run from each first layer, and says what changes in longer ones.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpipebal.profile import LayerProfile, Profile
+from gpipebal.planner.runs.chain import LayerChain
+from gpipebal.planner.runs.highest import Change
+from gpipebal.planner.runs.inputs import RunInputs, Strips
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Table = NDArray[Any]
 
-__all__ = ["LayerChain", "StorageTables", "Variant"]
+__all__ = ["StorageTables"]
 
-#: Row, column, and number.
-_Entry = tuple[int, int, int]
-
-
-class Variant(NamedTuple):
-    """Runs from one first layer with the same input.
-
-    Attributes:
-        first: Index of the first layer.
-        received: Storages of the input: the value, and the skips that the run pops.
-        popped: Bytes of those skips, each counted by itself.
-        popped_gradients: Bytes of their gradients.
-        ends: First and last end of these runs.
-    """
-
-    first: int
-    received: frozenset[int]
-    popped: int
-    popped_gradients: int
-    ends: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class LayerChain:
-    """A profile's layers, followed by the loss if the last partition computes it.
-
-    Attributes:
-        profile: Costs of the layers.
-        loss: The loss as a layer after the last; None: the caller computes it.
-        shared_memory: Whether all partitions live in one memory.
-    """
-
-    profile: Profile
-    loss: LayerProfile | None
-    shared_memory: bool = False
-
-    @cached_property
-    def layers(self) -> tuple[LayerProfile, ...]:
-        """All layers, with the loss."""
-        return (*self.profile.layers, *([] if self.loss is None else [self.loss]))
-
-    @cached_property
-    def saved_at(self) -> Mapping[int, Sequence[int]]:
-        """Where each storage is saved, in ascending order."""
-        found: dict[int, list[int]] = {}
-        for place, layer in enumerate(self.layers):
-            for storage in set(layer.saved):
-                found.setdefault(storage, []).append(place)
-        return found
-
-    @cached_property
-    def bytes(self) -> Sequence[int]:
-        """Bytes of every storage for its receiver: in one memory, 0 for the caller's."""
-        sizes = list(self.profile.storages)
-        for storage in self.profile.inputs if self.shared_memory else ():
-            sizes[storage] = 0
-        return sizes
-
-    @cached_property
-    def without_gradient(self) -> frozenset[int]:
-        """Storages that no gradient goes back through."""
-        return frozenset(self.profile.without_gradient)
-
-    def is_kept(self, storage: int, first: int) -> bool:
-        """Tell whether runs from a layer keep a storage of their input until the backward."""
-        if storage not in self.without_gradient:
-            return True
-        places = self.saved_at.get(storage, ())
-        return self.shared_memory and bool(places) and places[0] < first
-
-    def handed_through(self) -> Iterator[tuple[int, int]]:
-        """Yield first layer and end of runs of several layers that all hand something through.
-
-        A loss at the end passes nothing on.
-        """
-        layers = self.profile.layers
-        for end in range(2, len(layers) + (self.loss is None)):
-            through = set(layers[end - 1].outputs)
-            for k in range(end - 2, -1, -1):
-                through &= set(layers[k + 1].handed_through)
-                if not through:
-                    break
-                if not through.isdisjoint(layers[k].handed_through):
-                    yield k, end
-
-    @cached_property
-    def skip_bytes(self) -> Sequence[int]:
-        """Bytes of each skip connection."""
-        return [self.profile.bytes_of(skip.storages) for skip in self.profile.skips]
-
-    @cached_property
-    def skip_gradient_bytes(self) -> Sequence[int]:
-        """Bytes of the gradient of each skip connection."""
-        return [self.profile.gradient_bytes_of(skip.storages) for skip in self.profile.skips]
-
-    @cached_property
-    def crossing(self) -> Sequence[Sequence[int]]:
-        """For each place of a cut, the indices of the skip connections that go past it."""
-        found: list[list[int]] = [[] for _ in range(len(self.layers) + 1)]
-        for k, skip in enumerate(self.profile.skips):
-            for place in range(skip.source + 1, skip.destination + 1):
-                found[place].append(k)
-        return found
-
-    @cached_property
-    def stashed_before(self) -> Sequence[Mapping[int, int]]:
-        """For each layer, the storages stashed before it, with the layer that last stashed each."""
-        adds: dict[int, set[int]] = {}
-        removes: dict[int, set[int]] = {}
-        for skip in self.profile.skips:
-            if skip.source != skip.destination:
-                adds.setdefault(skip.source, set()).update(skip.storages)
-                removes.setdefault(skip.destination, set()).update(skip.storages)
-        now: dict[int, int] = {}
-        found = []
-        for place in range(len(self.layers)):
-            found.append(dict(now))
-            for storage in removes.get(place, ()):
-                now.pop(storage, None)
-            now.update(dict.fromkeys(adds.get(place, ()), place))
-        return found
-
-    @cached_property
-    def handed_at(self) -> Sequence[Mapping[int, int]]:
-        """For each end, the storages that runs pass on there, with the last first layer that does.
-
-        Runs to the last end pass on the chain's output.
-        """
-        profile, all_ends = self.profile, list[Mapping[int, int]]()
-        for end in range(profile.n_layers + 1):
-            found: dict[int, int] = {}
-            for k in self.crossing[end]:
-                source = profile.skips[k].source
-                for storage in profile.skips[k].storages:
-                    found[storage] = max(source, found.get(storage, source))
-            if end:
-                found.update(dict.fromkeys(profile.layers[end - 1].outputs, end - 1))
-            all_ends.append(found)
-        return all_ends
-
-    @cached_property
-    def variants(self) -> Sequence[Variant]:
-        """All variants, by first layer and then by what they pop."""
-        profile, found = self.profile, []
-        n_layers = profile.n_layers
-        for first in range(n_layers):
-            received = frozenset(profile.layers[first - 1].outputs if first else profile.inputs)
-            skips = sorted(self.crossing[first], key=lambda k: profile.skips[k].destination)
-            start, popped, gradients = first + 1, 0, 0
-            for k in skips:
-                end = profile.skips[k].destination
-                if end >= start:
-                    found.append(Variant(first, received, popped, gradients, (start, end)))
-                    start = end + 1
-                received = received.union(profile.skips[k].storages)
-                popped += self.skip_bytes[k]
-                gradients += self.skip_gradient_bytes[k]
-            found.append(Variant(first, received, popped, gradients, (start, n_layers)))
-        return found
+#: First layer and the one after the last, first column and the one after the last, and bytes.
+_Rectangle = tuple[int, int, int, int, int]
 
 
 class StorageTables:
-    """Tables of unions for some variants: one row for each, one column for each place.
+    """Tables of unions for the runs from some layers: one row for each, one column for each place.
 
     Args:
         chain: The layers.
-        variants: Variants in the order of their first layers.
+        firsts: First layers of the runs.
         kind: Type of the numbers: `numpy.int64`, or `object` for larger ones.
 
     Attributes:
-        received: Bytes of each variant's input, without what is the caller's.
-        graph: Bytes of input and saved storages of the runs to each end.
-        kept: The same without inputs that have no gradient and that nothing saves: what belongs to
-            the runs until the backward.
-        handed: Of these, bytes that the run passes on: its output, and skips that it stashes for
-            later runs.
-        stashed: Bytes of skips that the runs to each end stash for later ones, each counted by
-            itself.
-        stashed_gradients: Bytes of the gradients of these skips.
-        passing: Of each input, bytes that the runs to each end pass on as they are; where
-            partitions do not share a memory, runs pass on copies.
-        passing_kept: Of these, bytes that are in the runs' graphs.
-        live: What else lives while each layer runs forward, if a graph is recorded.
-        live_without_graph: The same if no graph is recorded.
+        inputs: What the runs have in their input.
+        saved: Bytes of what the runs to each end save, without what is the caller's.
+        received: Bytes of the input of the runs to each end, without what is the caller's.
+        not_kept: Of these, bytes that have no gradient and do not belong to the runs until the
+            backward.
+        kept: Bytes of saved storages and of the input, without those in `not_kept` that nothing
+            saves.
     """
 
-    def __init__(self, chain: LayerChain, variants: Sequence[Variant], kind: type) -> None:
-        self.chain, self.variants, self.kind = chain, variants, kind
+    def __init__(self, chain: LayerChain, firsts: range, kind: type) -> None:
+        self.chain, self.kind = chain, kind
         self.n_columns = len(chain.layers) + 1
-        self.firsts = [variant.first for variant in variants]
-        self.bytes = chain.bytes
-        self._received_by: dict[int, list[int]] = {}
-        for v, variant in enumerate(variants):  # v: variant
-            for storage in variant.received:
-                self._received_by.setdefault(storage, []).append(v)
-        self.received: Table = np.array(
-            [
-                sum(map(self.bytes.__getitem__, one.received)) if one.first else 0
-                for one in variants
-            ],
-            dtype=kind,
-        )
-        self.graph = self._graph()
-        self.kept = self._kept()
-        self.handed, self.stashed, self.stashed_gradients = self._handed()
-        self.passing, self.passing_kept = self._passing()
-        self.live, self.live_without_graph = self._live()
+        self.firsts = np.array(firsts)
+        self.inputs = RunInputs(chain, self.firsts, kind)
+        self.saved = self._filled(self._saved())
+        inputs = self.inputs
+        ends = np.full_like(inputs.rows, self.n_columns)
+        of_input = Strips(inputs.rows, inputs.since, inputs.since, ends, inputs.n_bytes)
+        self.received = self._stripped(of_input)
+        self.not_kept = self._stripped(of_input.of(~inputs.is_kept))
+        until_saved = of_input._replace(stop=inputs.saved_by)
+        self.kept = self.saved + self._stripped(until_saved.of(inputs.is_kept))
 
-    def _rows(self, first: int, last: int) -> tuple[int, int]:
-        """Return the rows of the variants whose first layer is in a range."""
-        return bisect_left(self.firsts, first), bisect_right(self.firsts, last)
-
-    def _added(self, entries: list[_Entry]) -> Table:
-        """Make a table of entries (row, column, number), each for its row and all below."""
-        table: Table = np.zeros((len(self.variants) + 1, self.n_columns + 1), dtype=self.kind)
-        if entries:
-            rows, columns, numbers = zip(*entries, strict=True)
-            np.add.at(table, (list(rows), list(columns)), np.array(numbers, dtype=self.kind))
-        return np.cumsum(table, axis=0, dtype=self.kind)[:-1]
-
-    def _next_saved(self, storage: int, first: int) -> int | None:
-        """Return the first layer of a run that saves a storage."""
-        places = self.chain.saved_at.get(storage, ())
-        k = bisect_left(places, first)
-        return places[k] if k < len(places) else None
-
-    def _last_saved(self, storage: int, end: int) -> int:
-        """Return the last layer before an end that saves a storage; -1: none."""
-        places = self.chain.saved_at.get(storage, ())
-        k = bisect_left(places, end)
-        return places[k - 1] if k else -1
-
-    def _graph(self) -> Table:
-        entries = []
+    def _saved(self) -> Iterator[_Rectangle]:
         for storage, places in self.chain.saved_at.items():
             before = -1
             for place in places:
-                low, high = self._rows(before + 1, place)
-                if low < high:
-                    n_bytes = self.bytes[storage]
-                    entries += [(low, place + 1, n_bytes), (high, place + 1, -n_bytes)]
+                low = max(before + 1, self._own_from(storage))
+                yield low, place + 1, place + 1, self.n_columns, self.chain.bytes[storage]
                 before = place
-        table = self._added(entries)
-        for storage, rows in self._received_by.items():
-            for v in rows:
-                saved = self._next_saved(storage, self.firsts[v])
-                if saved is not None:
-                    # It exists from the beginning, and does not come in again.
-                    table[v, saved + 1] -= self.bytes[storage]
-        return np.cumsum(table, axis=1, dtype=self.kind)[:, :-1] + self.received[:, None]
 
-    def _kept(self) -> Table:
-        table = self.graph
-        for storage in self.chain.without_gradient.intersection(self._received_by):
-            table = table.copy() if table is self.graph else table
-            for v in self._received_by[storage]:
-                if self.firsts[v] and not self.chain.is_kept(storage, self.firsts[v]):
-                    saved = self._next_saved(storage, self.firsts[v])
-                    until = None if saved is None else saved + 1
-                    table[v, :until] -= self.bytes[storage]
-        return table
+    def _own_from(self, storage: int) -> int:
+        """Return the first layer from which on runs own what they have of a storage.
 
-    def _handed(self) -> tuple[Table, Table, Table]:
-        """Return what runs keep of what they pass on; what they stash; and gradients of that."""
-        chain, profile = self.chain, self.chain.profile
-        entries: list[_Entry] = []
-        stashed: list[_Entry] = []
-        gradients: list[_Entry] = []
-        for end in range(1, profile.n_layers):
-            for storage, last in self.chain.handed_at[end].items():
-                saved = min(last, self._last_saved(storage, end))
-                if saved >= 0:
-                    low, high = self._rows(0, saved)
-                    n_bytes = self.bytes[storage]
-                    entries += [(low, end, n_bytes), (high, end, -n_bytes)]
-            for k in chain.crossing[end]:
-                low, high = self._rows(0, profile.skips[k].source)
-                for found, n_bytes in (
-                    (stashed, chain.skip_bytes[k]),
-                    (gradients, chain.skip_gradient_bytes[k]),
-                ):
-                    found += [(low, end, n_bytes), (high, end, -n_bytes)]
-        table = self._added(entries)[:, :-1]
-        for end in range(1, profile.n_layers):
-            for storage, last in self.chain.handed_at[end].items():
-                saved = self._last_saved(storage, end)
-                for v in self._received_by.get(storage, ()):
-                    first = self.firsts[v]
-                    if first == 0 and saved >= 0:
-                        table[v, end] -= self.bytes[storage]  # the caller's
-                    elif first and saved < first <= last and chain.is_kept(storage, first):
-                        table[v, end] += self.bytes[storage]
-        return table, self._added(stashed)[:, :-1], self._added(gradients)[:, :-1]
+        The mini-batch is the caller's; runs from the first layer on do not have another one.
+        """
+        return int(storage in self.chain.profile.inputs)
 
-    def _passing(self) -> tuple[Table, Table]:
-        found: Table = np.zeros((2, len(self.variants), self.n_columns), dtype=self.kind)
-        if self.chain.shared_memory:
-            for end in range(1, self.chain.profile.n_layers):
-                for storage, last in self.chain.handed_at[end].items():
-                    for v in self._received_by.get(storage, ()):
-                        if self.firsts[v] <= last:
-                            found[0, v, end] += self.bytes[storage]
-                            if self.comes_in(storage)[v] <= end:
-                                found[1, v, end] += self.bytes[storage]
-        return found[0], found[1]
+    def of_skips(self, n_bytes: Sequence[int], *, popped: bool) -> Table:
+        """Add up bytes of skips that the runs to each end pop from before, or stash for later."""
+        rectangles = []
+        for skip, number in zip(self.chain.profile.skips, n_bytes, strict=True):
+            begin, stop = skip.source + 1, skip.destination + 1
+            if popped:
+                rectangles.append((begin, stop, stop, self.n_columns, number))
+            else:
+                rectangles.append((0, begin, begin, stop, number))
+        return self._filled(rectangles)
 
-    def _live(self) -> tuple[Table, Table]:
-        with_graph, without = [], []
-        places: dict[int, list[tuple[int, int, int]]] = {}
-        for layer in range(1, len(self.chain.layers)):
-            alive = dict(self.chain.stashed_before[layer])
-            alive.update(dict.fromkeys(self.chain.layers[layer - 1].outputs, layer - 1))
-            for storage, last in alive.items():
-                n_bytes = self.bytes[storage]
-                saved = self._last_saved(storage, layer)
-                places.setdefault(storage, []).append((layer, saved, last))
-                low, high = self._rows(0, last)
-                without += [(low, layer, n_bytes), (high, layer, -n_bytes)]
-                low = min(self._rows(saved + 1, last)[0], high)
-                with_graph += [(low, layer, n_bytes), (high, layer, -n_bytes)]
-        tables = self._added(with_graph)[:, :-1], self._added(without)[:, :-1]
-        for storage, rows in self._received_by.items():
-            for layer, saved, last in places.get(storage, ()):
-                for v in rows:
-                    if self.firsts[v] <= last:
-                        tables[1][v, layer] -= self.bytes[storage]
-                        if saved < self.firsts[v]:
-                            tables[0][v, layer] -= self.bytes[storage]
-        return tables
+    @cached_property
+    def handed(self) -> Table:
+        """Bytes of what the runs to each end keep of what they pass on.
 
-    def is_received(self, storage: int) -> NDArray[np.bool_]:
-        """Tell which variants have a storage in their input."""
-        found = np.zeros(len(self.variants), dtype=bool)
-        found[self._received_by.get(storage, [])] = True
-        return found
+        That is their output, and skips that they stash for later runs. Where partitions do not
+        share a memory, they pass on copies.
+        """
+        found = self._filled(
+            (0, min(stretch.last, saved) + 1, first, stop, self.chain.bytes[stretch.storage])
+            for stretch in self.chain.handed
+            for first, stop, saved in self.chain.by_saved(stretch)
+        )
+        strips, entry = self._passing()
+        until_saved = strips._replace(stop=np.minimum(strips.stop, self.inputs.saved_by[entry]))
+        return found + self._stripped(until_saved.of(self.inputs.is_kept[entry]))
 
-    def comes_in(self, storage: int) -> NDArray[np.int64]:
-        """Return, for each variant, the first end whose runs keep a storage."""
-        never = self.n_columns + 1
-        places = self.chain.saved_at.get(storage, ())
-        found = np.full(len(self.variants), never, dtype=np.int64)
-        before = -1
-        for place in places:
-            low, high = self._rows(before + 1, place)
-            found[low:high] = place + 1
-            before = place
-        for v in self._received_by.get(storage, ()):
-            if self.chain.is_kept(storage, self.firsts[v]):
-                found[v] = self.firsts[v]
-        return found
+    @cached_property
+    def passing(self) -> Table:
+        """Bytes of the input that the runs to each end pass on as it is."""
+        return self._stripped(self._passing()[0])
+
+    @cached_property
+    def passing_kept(self) -> Table:
+        """Bytes of `passing` that are in the runs' graphs."""
+        strips, entry = self._passing()
+        saved_by = self.inputs.saved_by[entry]
+        first = np.where(self.inputs.is_kept[entry], 0, saved_by)
+        return self._stripped(strips._replace(first=np.maximum(strips.first, first)))
+
+    def _passing(self) -> tuple[Strips, Table]:
+        """Return where runs pass on what is in their input, and which entry of the input it is."""
+        inputs = self.inputs
+        entry, first, stop = inputs.meeting(self.chain.handed)
+        rows, since = inputs.rows[entry], inputs.since[entry]
+        n_bytes = inputs.n_bytes[entry]
+        return Strips(rows, since, np.maximum(first, since), stop, n_bytes), entry
+
+    def forward(self, records: bool) -> tuple[Table, Sequence[Change]]:
+        """Return what there is while each layer runs forward, without what it needs itself.
+
+        Args:
+            records: Whether a graph is recorded.
+
+        Returns:
+            A table of layers, for the shortest runs; and what longer ones have in addition.
+        """
+        chain, rectangles = self.chain, list[_Rectangle]()
+        for stretch in chain.alive:
+            low, n_bytes = self._own_from(stretch.storage), chain.bytes[stretch.storage]
+            parts = [(stretch.first, stretch.stop, -1)]
+            for first, stop, saved in chain.by_saved(stretch) if records else parts:
+                rectangles.append((max(low, saved + 1), stretch.last + 1, first, stop, n_bytes))
+        found, changes = self._by_layer(self.inputs.forward_strips(records))
+        found = found + self._filled(rectangles)[:, :-1]
+        return found + self.saved[:, :-1] if records else found, changes
+
+    @cached_property
+    def backward(self) -> tuple[Table, Sequence[Change]]:
+        """What the graph has kept by the end of each layer: for the shortest runs, and changes."""
+        found, changes = self._by_layer(self.inputs.backward_strips())
+        return found + self.saved[:, 1:], changes
+
+    def _by_layer(self, strips: Strips) -> tuple[Table, Sequence[Change]]:
+        """Make a table of layers of the parts that all runs have, and changes of the others."""
+        late = strips.since > self.firsts[strips.rows] + 1
+        found = self._stripped(strips.of(~late))[:, :-1]
+        later = strips.of(late)
+        later = later.of(np.argsort(later.since, kind="stable"))
+        changes = []
+        for end in np.unique(later.since).tolist():
+            low, high = np.searchsorted(later.since, (end, end + 1)).tolist()
+            own = later.of(slice(low, high))
+            # The layers before a run's first do not matter.
+            first = int(np.maximum(own.first, self.firsts[own.rows]).min())
+            rows = slice(int(own.rows.min()), int(own.rows.max()) + 1)
+            ends = range(end, self.chain.profile.n_layers + 1)
+            changes.append(Change(ends, first, partial(self._part, first, rows, own), rows))
+        return found, changes
+
+    def _part(self, first: int, rows: slice, strips: Strips) -> Table:
+        """Add up numbers over parts of rows, in some rows and the columns from one on."""
+        width = min(int(strips.stop.max()), self.n_columns) - first
+        table: Table = np.zeros((rows.stop - rows.start, width + 1), dtype=self.kind)
+        row, low = strips.rows - rows.start, np.clip(strips.first - first, 0, width)
+        np.add.at(table, (row, low), strips.n_bytes)
+        np.add.at(table, (row, np.clip(strips.stop - first, low, width)), -strips.n_bytes)
+        return table[:, :-1].cumsum(axis=1)
+
+    def _filled(self, rectangles: Iterable[_Rectangle]) -> Table:
+        """Make a table of rectangles, in which their numbers are added up."""
+        columns: Table = np.array(list(rectangles), dtype=self.kind).reshape(-1, 5).T
+        low, stop, first, end = columns[:4].astype(np.int64)
+        above = self.firsts[0]
+        return self._added(low - above, stop - above, first, end, columns[4])
+
+    def _stripped(self, strips: Strips) -> Table:
+        """Make a table of parts of rows, in which their numbers are added up."""
+        rows, _, first, stop, numbers = strips
+        return self._added(rows, rows + 1, first, stop, numbers)
+
+    def _added(self, low: Table, stop: Table, first: Table, end: Table, numbers: Table) -> Table:
+        """Add up numbers, each over the rows and columns from some on to before others."""
+        n_rows = len(self.firsts)
+        table: Table = np.zeros((n_rows + 1, self.n_columns + 1), dtype=self.kind)
+        low, first = np.clip(low, 0, n_rows), np.clip(first, 0, self.n_columns)
+        stop, end = np.clip(stop, low, n_rows), np.clip(end, first, self.n_columns)
+        for row, begun in ((low, numbers), (stop, -numbers)):
+            np.add.at(table, (row, first), begun)
+            np.add.at(table, (row, end), -begun)
+        summed: Table = table.cumsum(axis=0).cumsum(axis=1)
+        return summed[:-1, :-1]

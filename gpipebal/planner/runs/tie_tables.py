@@ -1,14 +1,18 @@
 """Tied parameters, for all runs of layers at once: `gpipebal.memory.ties` in tables.
 
-Rows are variants of runs, columns ends or layers, as in `gpipebal.planner.runs.storage_tables`.
+Rows are first layers, columns ends or layers, as in `gpipebal.planner.runs.storage_tables`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpipebal.planner.runs.highest import Change
 from gpipebal.profile import Profile, TieProfile
 
 if TYPE_CHECKING:
@@ -24,7 +28,7 @@ class TieTables:
 
     Args:
         profile: Costs of the layers.
-        firsts: First layer of each variant.
+        firsts: First layers of the runs.
         kind: Type of the numbers.
 
     Attributes:
@@ -58,45 +62,45 @@ class TieTables:
             table[rows, columns] += tie.gradient_bytes
         return table
 
-    def uses_before(self, end: int) -> tuple[int, ...]:
-        """Count the layers before an end that use each tie; `less` depends on nothing else."""
-        return tuple(int(np.searchsorted(tie.layers, end)) for tie in self._ties)
-
-    def less(self, tie: int, n_uses: int, gradients_exist: bool) -> tuple[int, Table]:
-        """Return what to subtract from the backward of layers, in runs that end after some uses.
+    def changes(self, gradients_exist: bool) -> Iterator[Change]:
+        """Yield what backwards need more, or less, in runs to the ends after several uses.
 
         Args:
-            tie: Index of the tie.
-            n_uses: How many of the layers with these parameters come before the end: two or more.
             gradients_exist: Whether the parameters have gradients when the backward begins.
-
-        Returns:
-            The first layer from which on something is subtracted, and a table, or one row for all,
-            that begins there and ends where nothing more is subtracted.
         """
-        tied = self._ties[tie]
-        last = tied.layers[n_uses - 1]
-        layers = np.arange(last)
-        if not gradients_exist:
-            behind = n_uses - np.searchsorted(tied.layers, layers + 1)
-            again: Table = np.maximum(behind - 1, 0).astype(self._kind)
-            return 0, again[None, :] * tied.gradient_bytes
-        # The gradients that wait to be added up, and their sum.
-        rows, columns = self._first_uses(tied)
-        several = self._before(tied)[rows] + 1 < n_uses
+        for tie in self._ties:
+            uses = enumerate(pairwise([*tie.layers, self._n]), start=1)
+            for n_uses, (last, following) in uses:
+                if n_uses > 1:
+                    ends = range(last + 1, following + 1)
+                    amounts = self._waiting if gradients_exist else self._made_later
+                    first = tie.layers[0] if gradients_exist else 0
+                    yield Change(ends, first, partial(amounts, tie, n_uses))
+
+    def _made_later(self, tie: TieProfile, n_uses: int) -> Table:
+        """Return the gradients that later ones of so many uses make anyway, as negative amounts."""
+        layers = np.arange(tie.layers[n_uses - 1])
+        behind = n_uses - np.searchsorted(tie.layers, layers + 1)
+        again: Table = np.maximum(behind - 1, 0).astype(self._kind)
+        return -again[None, :] * tie.gradient_bytes
+
+    def _waiting(self, tie: TieProfile, n_uses: int) -> Table:
+        """Return the gradients of so many uses that wait to be added up, and their sum."""
+        first, last = tie.layers[0], tie.layers[n_uses - 1]
+        rows, columns = self._first_uses(tie)
+        several = self._before(tie)[rows] + 1 < n_uses
         rows, columns = rows[several], columns[several]
-        more: Table = np.zeros((len(self._firsts), last), dtype=self._kind)
-        more[rows] += (layers >= columns[:, None]).astype(self._kind)
-        more[rows, columns] += 1
-        first = tied.layers[0]
-        return first, -more[:, first:] * tied.gradient_bytes
+        more: Table = np.zeros((len(self._firsts), last - first), dtype=self._kind)
+        more[rows] += (np.arange(first, last) >= columns[:, None]).astype(self._kind)
+        more[rows, columns - first] += 1
+        return more * tie.gradient_bytes
 
     def _before(self, tie: TieProfile) -> Table:
-        """Return how many layers with the parameters come before each variant's first."""
+        """Return how many layers with the parameters come before each first one."""
         return np.searchsorted(tie.layers, self._firsts)
 
     def _first_uses(self, tie: TieProfile) -> tuple[Table, Table]:
-        """Return the variants from whose first layer on the parameters are used, and where."""
+        """Return the rows from whose first layer on the parameters are used, and where."""
         before = self._before(tie)
         rows = np.nonzero(before < len(tie.layers))[0]
         return rows, np.array(tie.layers)[before[rows]]
