@@ -115,16 +115,21 @@ def _parts_imported(path: Path) -> set[str]:
     return (parts & RANKS.keys()) - {_part(path)}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_point_down(path: Path) -> None:
+def test_every_part_has_a_rank() -> None:
+    """What is added directly below gpipebal gets a rank, here and in docs/architecture.md."""
+    assert {_part(path) for path in FILES} - {"__init__"} == RANKS.keys()
+
+
+def test_imports_point_down() -> None:
     """A module imports only from lower ranks, or along an arrow that its own rank allows."""
-    part = _part(path)
-    if part == "__init__":
-        return
-    assert part in RANKS, f"{part} has no rank: give it one here and in docs/architecture.md"
-    for other in _parts_imported(path):
-        allowed = RANKS[other] < RANKS[part] or (part, other) in WITHIN_RANK
-        assert allowed, f"{part} (rank {RANKS[part]}) imports {other} (rank {RANKS[other]})"
+    wrong = [
+        f"{path.relative_to(ROOT)} (rank {RANKS[part]}) imports {other} (rank {RANKS[other]})"
+        for path in FILES
+        if (part := _part(path)) != "__init__"
+        for other in _parts_imported(path)
+        if RANKS[other] >= RANKS[part] and (part, other) not in WITHIN_RANK
+    ]
+    assert not wrong
 
 
 #: The folders of the executor, from the first: each imports only from those before it.
@@ -134,19 +139,18 @@ PIPELINE = (
 )
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in FILES if _part(path) == "pipeline" and path.name != "__init__.py"],
-    ids=lambda p: str(p.relative_to(ROOT)),
-)
-def test_imports_inside_the_pipeline_point_down(path: Path) -> None:
+def test_imports_inside_the_pipeline_point_down() -> None:
     """A folder of the executor imports from itself and from those below it on the map."""
-    parents = path.relative_to(ROOT / "pipeline").parts[:-1]
-    here = PIPELINE.index(parents[0] if parents else "")
-    for name in _imported(path):
-        *front, folder = name.split(".")[:3]
-        if front == ["gpipebal", "pipeline"] and folder in PIPELINE:
-            assert PIPELINE.index(folder) <= here, f"{path.name} imports {name}"
+    inside = [path for path in FILES if _part(path) == "pipeline" and path.name != "__init__.py"]
+    wrong = []
+    for path in inside:
+        parents = path.relative_to(ROOT / "pipeline").parts[:-1]
+        here = PIPELINE.index(parents[0] if parents else "")
+        for name in _imported(path):
+            *front, folder = name.split(".")[:3]
+            if front == ["gpipebal", "pipeline"] and folder in PIPELINE[here + 1 :]:
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert inside and not wrong
 
 
 @cache
@@ -160,27 +164,31 @@ def _defined(path: Path) -> frozenset[str]:
     )
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_names_are_imported_from_their_home(path: Path) -> None:
+def test_names_are_imported_from_their_home() -> None:
     """What a file imports from a module is defined there: only packages hand names on."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            home = ROOT.parent.joinpath(*node.module.split(".")).with_suffix(".py")
-            if home.is_file():
-                assert {alias.name for alias in node.names} <= _defined(home), node.module
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {alias.name} from {node.module}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module
+        if (home := ROOT.parent.joinpath(*node.module.split(".")).with_suffix(".py")).is_file()
+        for alias in node.names
+        if alias.name not in _defined(home)
+    ]
+    assert not wrong
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_torch_stays_at_the_top(path: Path) -> None:
+def test_torch_stays_at_the_top() -> None:
     """Nothing below rank 4 imports torch, so that a saved profile is planned without it."""
-    if RANKS.get(_part(path), 6) < 4:
-        assert not {n for n in _imported(path) if n.split(".")[0] == "torch"}
+    below = [path for path in FILES if RANKS.get(_part(path), 6) < 4]
+    heads = {path: {name.split(".")[0] for name in _imported(path)} for path in below}
+    assert heads and [path for path in below if "torch" in heads[path]] == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_files_stay_small(path: Path) -> None:
+def test_files_stay_small() -> None:
     """No file is longer than 400 lines."""
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    assert {path: length for path, length in lengths.items() if length > MAX_LINES} == {}
 
 
 def test_package_init_imports_nothing_eagerly() -> None:
