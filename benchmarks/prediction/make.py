@@ -47,7 +47,7 @@ from prediction_benchmark.measure import (
 )
 from prediction_benchmark.models import MODELS, Model, larger, tiny
 from prediction_benchmark.repeats import WORK_SECONDS, measure_repeats
-from prediction_benchmark.settings import CHUNKS
+from prediction_benchmark.settings import QUICK_SETTINGS, SETTINGS
 from prediction_benchmark.steps import about_devices, devices, on_first_device
 
 HERE = Path(__file__).parent
@@ -113,7 +113,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS, help="result file (%(default)s)")
     parser.add_argument("--model", action="append", choices=names, help="only this; repeatable")
     parser.add_argument("--rounds", type=int, help=f"turns of each plan ({ROUNDS}; quick: 2)")
-    parser.add_argument("--quick", action="store_true", help="tiny layers; the times mean nothing")
+    parser.add_argument(
+        "--quick", action="store_true", help="few plans of few tiny layers; the times mean nothing"
+    )
     parser.add_argument(
         "--add", action="store_true", help="keep what the result file says of the other models"
     )
@@ -178,12 +180,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     quick = arguments.quick
     rounds = arguments.rounds or (2 if quick else ROUNDS)
     timeout = 0.0 if quick else None
+    settings = QUICK_SETTINGS if quick else SETTINGS
+    chunks = sorted({MIDDLE, *(setting.chunks for setting in settings)})
     chosen = [model for model in MODELS if not arguments.model or model.name in arguments.model]
 
     subjects = []
     for model in chosen:
         subject = _subject(model, quick)
-        subject.start = take_profiles(subject, CHUNKS, timeout, other_rows=True)
+        subject.start = take_profiles(subject, chunks, timeout, other_rows=True)
         told(f"{model.name}: profiles")
         subjects.append(subject)
     rows: list[dict[str, Any]] = []
@@ -193,6 +197,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             rounds=rounds,
             steps=1 if quick else STEPS,
             timeout=timeout,
+            settings=settings,
             told=told,
         )
         gc.collect()

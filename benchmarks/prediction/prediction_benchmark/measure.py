@@ -155,8 +155,9 @@ def measure_model(
     batch = subject.model.make_batch()
     shuffled = random.Random(0)
     order = list(range(len(trials)))
+    chunks = sorted({setting.chunks for setting in settings})
     for number in range(rounds):
-        subject.rounds.append(take_profiles(subject, CHUNKS, timeout))
+        subject.rounds.append(take_profiles(subject, chunks, timeout))
         shuffled.shuffle(order)
         for k in order:
             _have_a_turn(subject, trials[k], batch, steps, number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,12 +37,12 @@ class Model:
     Attributes:
         name: Unique name.
         about: What it is, in a few words.
-        layers: Makes its layers; with True, tiny ones.
+        layers: Makes its layers; with True, a few tiny ones.
         data: Makes inputs and target of so many rows; with True, for the tiny layers.
         loss_fn: The loss, a mean over the rows.
         optimizer: Makes the optimizer of its parameters.
         rows: Rows of a mini-batch; each number of micro-batches divides them.
-        is_tiny: Whether its layers are the tiny ones.
+        is_tiny: Whether its layers are the few tiny ones.
     """
 
     name: str
@@ -65,7 +66,7 @@ class Model:
 
 
 def tiny(model: Model) -> Model:
-    """Return the same model with tiny layers and few rows: its times mean nothing."""
+    """Return the same model with few tiny layers and few rows: its times mean nothing."""
     return Model(
         model.name,
         model.about,
@@ -86,8 +87,8 @@ def larger(model: Model, times: int = ROWS_ON_CUDA) -> Model:
 
 
 def _mlp(is_tiny: bool) -> list[nn.Module]:
-    width = 8 if is_tiny else 512
-    return [layer for _ in range(8) for layer in (nn.Linear(width, width), nn.ReLU())]
+    pairs, width = (4, 8) if is_tiny else (8, 512)
+    return [layer for _ in range(pairs) for layer in (nn.Linear(width, width), nn.ReLU())]
 
 
 def _vectors(rows: int, is_tiny: bool) -> tuple[Tensor, Tensor]:
@@ -111,11 +112,11 @@ def _to_uneven(rows: int, is_tiny: bool) -> tuple[Tensor, Tensor]:
 
 
 def _convolutions(is_tiny: bool) -> list[nn.Module]:
-    width = 4 if is_tiny else 24
+    width, widths = (4, (1, 2)) if is_tiny else (24, (1, 1, 2, 2, 4, 4))
     layers = convolution(3, width)
-    for before, after in ((1, 1), (1, 2), (2, 2), (2, 4), (4, 4)):
+    for before, after in pairwise(widths):
         layers += convolution(before * width, after * width, stride=1 + (after > before))
-    return [*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10)]
+    return [*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1] * width, 10)]
 
 
 def _residual(is_tiny: bool) -> list[nn.Module]:
@@ -136,7 +137,7 @@ def _u_net(is_tiny: bool) -> list[nn.Module]:
 
 
 def _resnet(is_tiny: bool) -> Iterable[nn.Module]:
-    blocks, width = ((1, 1), 4) if is_tiny else ((1, 2, 2, 1), 16)
+    blocks, width = ((1,), 4) if is_tiny else ((1, 2, 2, 1), 16)
     return resnet(blocks, num_classes=10, width=width)
 
 
@@ -156,8 +157,8 @@ def _masks(rows: int, is_tiny: bool) -> tuple[Tensor, Tensor]:
 
 
 def _transformer(is_tiny: bool) -> list[nn.Module]:
-    width, vocabulary = (8, 32) if is_tiny else (96, 4096)
-    blocks = [Block(width, heads=4) for _ in range(6)]
+    n_blocks, width, vocabulary = (3, 8, 32) if is_tiny else (6, 96, 4096)
+    blocks = [Block(width, heads=4) for _ in range(n_blocks)]
     head = nn.Linear(width, vocabulary, bias=False)
     return [nn.Embedding(vocabulary, width), *blocks, nn.LayerNorm(width), head]
 
@@ -187,10 +188,10 @@ def _sentences(rows: int, is_tiny: bool) -> tuple[Tensor, Tensor]:
 
 
 def _encoder(is_tiny: bool) -> list[nn.Module]:
-    width = 8 if is_tiny else 96
+    n_layers, width = (3, 8) if is_tiny else (6, 96)
     layers: list[nn.Module] = [
         nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.1, batch_first=True)
-        for _ in range(6)
+        for _ in range(n_layers)
     ]
     return [nn.Dropout(0.1), *layers, nn.Dropout(0.2), nn.Linear(width, width)]
 

@@ -11,7 +11,7 @@ from gpipebal.planner import equal_split
 from gpipebal.profile import Profile
 from gpipebal.schedule import CheckpointMode
 
-__all__ = ["CHUNKS", "N_PARTITIONS", "SETTINGS", "Setting", "choose_balances"]
+__all__ = ["CHUNKS", "N_PARTITIONS", "QUICK_SETTINGS", "SETTINGS", "Setting", "choose_balances"]
 
 N_PARTITIONS = 2
 #: Numbers of micro-batches that are tried.
@@ -61,6 +61,8 @@ SETTINGS = (
     Setting("step gpipe", 8, "never"),
     Setting("step 1f1b", 8, "except_last"),
 )
+#: Each way once, to try the script.
+QUICK_SETTINGS = (Setting("loss(pipe(x))", 4, "except_last"), *SETTINGS[-2:])
 
 
 def choose_balances(profile: Profile, setting: Setting) -> dict[tuple[int, ...], str]:
