@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 
 from gpipebal.errors import (
@@ -40,12 +41,22 @@ from gpipebal.timeline import Timeline
 
 @pytest.fixture
 def short_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the profiler stop after a moment: what it measures is not tested here."""
+    """Let the profiler measure everything once: what it measures is not tested here."""
     measure = job.profile_model
-    monkeypatch.setattr(job, "profile_model", lambda *a, **k: measure(*a, **k, timeout=0.05))
+    monkeypatch.setattr(job, "profile_model", lambda *a, **k: measure(*a, **k, timeout=0.0))
 
 
-@pytest.mark.usefixtures("short_profile")
+@pytest.fixture
+def empty_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the picture have nothing in it: drawing it takes longer than all else of a tiny run."""
+    monkeypatch.setattr(job, "plot_run", lambda *_: Figure())
+
+
+#: For runs of which neither what they measure nor what they draw is tested.
+BRIEF = pytest.mark.usefixtures("short_profile", "empty_picture")
+
+
+@BRIEF
 def test_run_keeps_a_memory_limit(tmp_path: Path) -> None:
     """A limit may force recomputes, which the report names; what fits nowhere is said."""
 
@@ -122,7 +133,7 @@ def test_run_does_the_whole_job(tmp_path: Path) -> None:
     assert (saved["format"], saved["version"]) == ("gpipebal-report", 1)
 
 
-@pytest.mark.usefixtures("short_profile")
+@BRIEF
 def test_run_uses_what_the_user_gives(tmp_path: Path) -> None:
     """Loss and optimizer of the user's mapping are used, and named without '(default)'."""
     report = run(
@@ -134,7 +145,7 @@ def test_run_uses_what_the_user_gives(tmp_path: Path) -> None:
     assert report.checkpoint == "never"
 
 
-@pytest.mark.usefixtures("short_profile")
+@BRIEF
 def test_run_steps_several_optimizers(tmp_path: Path) -> None:
     """Both trainings make them, and the pipeline's memory has the state of both."""
     said: list[str] = []
@@ -146,7 +157,7 @@ def test_run_steps_several_optimizers(tmp_path: Path) -> None:
     assert "Peak memory does not count optimizer state" not in "\n".join(said)
 
 
-@pytest.mark.usefixtures("short_profile")
+@BRIEF
 def test_run_steps_what_wraps_an_optimizer(tmp_path: Path) -> None:
     """It need not be an optimizer by its class."""
     report = run(
@@ -161,7 +172,7 @@ def squares_of(output: torch.Tensor, target: torch.Tensor | float = 0.0) -> torc
     return (output - target).square().mean()
 
 
-@pytest.mark.usefixtures("short_profile")
+@BRIEF
 def test_run_follows_the_dimensions(tmp_path: Path) -> None:
     """Rows along dim 1 and a keyword argument: the same run; both trainings do the same."""
     report = run(
@@ -182,7 +193,7 @@ def test_run_follows_the_dimensions(tmp_path: Path) -> None:
         pipe.close()
 
 
-@pytest.mark.usefixtures("short_profile")
+@BRIEF
 def test_run_says_what_limits_its_figures(tmp_path: Path) -> None:
     """More micro-batches than rows, and more threads than cores, are said in notes."""
     report = run(
@@ -221,7 +232,7 @@ def test_a_run_that_writes_nothing_leaves_no_folder(
     assert folder.exists() is (tmp_path / "runs").exists() is there
 
 
-@pytest.mark.usefixtures("short_profile")
+@BRIEF
 def test_interrupted_run_keeps_what_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +252,7 @@ def test_interrupted_run_keeps_what_is_written(
     assert {path.name for path in tmp_path.iterdir()} == {"profile.json", "plan.json", "plan.png"}
 
 
-@pytest.mark.usefixtures("short_profile")
+@BRIEF
 def test_a_model_in_evaluation_mode_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,7 +280,7 @@ def two_steps(folder: Path) -> RunReport:
     )  # fmt: skip
 
 
-@pytest.mark.usefixtures("short_profile")
+@BRIEF
 def test_plain_model_that_does_not_fit_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,7 +295,7 @@ def test_plain_model_that_does_not_fit_is_left_out(
     assert "The plain model does not fit on cpu: no comparison." in report.notes
 
 
-@pytest.mark.usefixtures("short_profile")
+@BRIEF
 def test_a_plain_model_beside_which_the_pipeline_does_not_fit_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,7 +317,7 @@ def test_a_plain_model_beside_which_the_pipeline_does_not_fit_is_left_out(
     assert len(calls) == 5
 
 
-@pytest.mark.usefixtures("short_profile")
+@BRIEF
 def test_a_plan_that_runs_out_of_memory_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,7 +347,7 @@ def test_a_plan_that_runs_out_of_memory_is_not_taken(
 
 
 @pytest.mark.cuda
-@pytest.mark.usefixtures("short_profile")
+@BRIEF
 def test_partitions_share_one_cuda_device(tmp_path: Path) -> None:
     """With one CUDA device two partitions take it in turns, and the report says so."""
     report = run(
@@ -653,7 +664,7 @@ def test_model_for_an_estimate_has_no_values() -> None:
     assert {workload.sample.device.type, workload.target.device.type} == {"meta"}
 
 
-@pytest.mark.usefixtures("short_profile")
+@BRIEF
 def test_run_tries_the_best_plans_and_takes_the_fastest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

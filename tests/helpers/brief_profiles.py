@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from gpipebal.profiler import measure
+from gpipebal.profiler.trial import trial
 
 __all__ = ["make_brief"]
 
 
 def make_brief() -> None:
-    """Let a profile without a timeout, and its trial, repeat for a moment and not for seconds.
+    """Let a profile without a timeout, and every trial, repeat for a moment and not for seconds.
 
     They do all that they do, but as often as nobody is waiting for: no test asserts a time.
     """
     measure.LEAST_SECONDS = measure.LEAST_TRIAL_SECONDS = 0.05
+    trial.OVERHEAD_ROUNDS = trial.TURN_STEPS = 1
