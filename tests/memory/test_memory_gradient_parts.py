@@ -205,6 +205,12 @@ def squares(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
+def measured(layers: nn.Sequential, inputs: Tensor, **given: Any) -> gb.Profile:
+    """Measure as briefly as possible: only bytes matter here."""
+    brief: dict[str, Any] = {"rows": (), "timeout": 0, "as_pipeline": False, "progress": False}
+    return gb.profile_model(layers, inputs, **{**brief, **given})
+
+
 def counted(layers: nn.Sequential, balance: list[int], inputs: Tensor, **given: Any) -> list[int]:
     """Return the largest memory of each partition in a step."""
     pipe = GPipe(layers, balance, **given)
@@ -224,9 +230,7 @@ def test_parts_hold_the_whole(make: Any, rows: int) -> None:
     n = len(layers)
     for chunks in (1, 3):
         inputs = torch.randn(rows * chunks, NARROW)
-        profile = gb.profile_model(
-            layers, inputs, chunks=chunks, rows=(), loss_fn=squares, timeout=0, progress=False
-        )
+        profile = measured(layers, inputs, chunks=chunks, loss_fn=squares)
         # With several partitions and micro-batches more or less may wait for a neighbour.
         for balance in [[n], *([k, n - k] for k in range(1, n) if chunks == 1)]:
             for checkpoint in ("never", "always"):
@@ -245,9 +249,7 @@ def test_a_part_is_held_while_other_gradients_are_made() -> None:
         nn.Sequential(ends[0], Two(), WorkBeside(), Join(), ends[1]),
         torch.randn(48, NARROW),
     )
-    profile = gb.profile_model(
-        layers, inputs, chunks=1, rows=(), loss_fn=squares, timeout=0, progress=False
-    )
+    profile = measured(layers, inputs, loss_fn=squares)
     plan = evaluate(profile, [5], checkpoint="never", loss_inside=True)
     (found,) = counted(layers, [5], inputs, chunks=1, checkpoint="never")
     assert found - FEW <= plan.partitions[0].memory.total <= 1.02 * found
@@ -257,39 +259,41 @@ def test_a_part_is_held_while_other_gradients_are_made() -> None:
 def test_all_ways_to_profile_know_it(make: Any) -> None:
     """Layers alone, identical ones once, and without memory: the same fields as in the chain."""
     layers, inputs = nn.Sequential(*make()), torch.randn(48, NARROW)
-    given: dict[str, Any] = {"chunks": 2, "rows": (8, 16), "loss_fn": squares, "progress": False}
-    measured = gb.profile_model(layers, inputs, timeout=0, **given)
+    given: dict[str, Any] = {"chunks": 2, "loss_fn": squares}
+    by_chain = measured(layers, inputs, **given, rows=(8, 16))
 
     def parts(profile: gb.Profile) -> Any:
         of_layers = [(la.excess_gradient_bytes, la.hands_back_given) for la in profile.layers]
         return of_layers, profile.skips
 
     for way in ({"one_at_a_time": True}, {"share_identical": True}):
-        found = gb.profile_model(layers, inputs, timeout=0, **given, **way)
-        assert parts(found) == parts(measured)
-    estimated = gb.profile_model(layers, inputs, method="estimate", rates="CPU core", **given)
-    assert parts(estimated)[0] == parts(measured)[0]
-    for mine, theirs in zip(estimated.skips, measured.skips, strict=True):
+        found = measured(layers, inputs, **given, **way)
+        assert parts(found) == parts(by_chain)
+    estimated = gb.profile_model(
+        layers, inputs, method="estimate", rates="CPU core", rows=(), progress=False, **given
+    )
+    assert parts(estimated)[0] == parts(by_chain)[0]
+    for mine, theirs in zip(estimated.skips, by_chain.skips, strict=True):
         mine_holds, theirs_holds = mine.gradient_storages or (), theirs.gradient_storages or ()
-        assert estimated.bytes_of(mine_holds) == measured.bytes_of(theirs_holds) > 0
+        assert estimated.bytes_of(mine_holds) == by_chain.bytes_of(theirs_holds) > 0
         assert mine.gradient_is_given == theirs.gradient_is_given
         assert mine.value_gradient_bytes == theirs.value_gradient_bytes
     # By the rows.
     for rows in (4, 16, 20):
-        there = measured.at_rows(rows)
-        for mine, now in zip(there.layers, measured.layers, strict=True):
+        there = by_chain.at_rows(rows)
+        for mine, now in zip(there.layers, by_chain.layers, strict=True):
             assert mine.excess_gradient_bytes == now.excess_gradient_bytes * rows // 24
-        for skip, at_rows in zip(measured.skips, there.skips, strict=True):
+        for skip, at_rows in zip(by_chain.skips, there.skips, strict=True):
             holds = skip.gradient_storages or ()
-            assert there.bytes_of(holds) == measured.bytes_of(holds) * rows // 24
+            assert there.bytes_of(holds) == by_chain.bytes_of(holds) * rows // 24
             assert at_rows.value_gradient_bytes == skip.value_gradient_bytes * rows // 24
-    assert gb.Profile.from_dict(measured.to_dict()) == measured
+    assert gb.Profile.from_dict(by_chain.to_dict()) == by_chain
 
 
 def test_what_the_gradient_of_a_skip_holds() -> None:
     """In a concatenation all of it, for the skip that waits longest; itself, if nobody knows."""
     layers, inputs = nn.Sequential(*two_skips_beside()), torch.randn(48, NARROW)
-    profile = gb.profile_model(layers, inputs, rows=(), timeout=0, progress=False)
+    profile = measured(layers, inputs)
     kept, other = profile.skips
     assert kept.gradient_storages == other.gradient_storages
     assert kept.gradient_is_given and other.gradient_is_given

@@ -101,7 +101,7 @@ def test_the_plan_counts_what_lives(way: dict[str, Any], inside: bool) -> None:
 
     Micro-batches are views with gaps into the mini-batch, and so are the gradients of outputs.
     """
-    profile = profiled(language_model(), **way)
+    profile = profiled(language_model(), rows=(), **way)
     sample, target = words()
     for mode in ("never", "except_last", "always"):
         model = language_model()
