@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gpipebal.cli.nouns import check_files, load_noun, save_plot, say_written
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from gpipebal.cli.nouns import Noun
 
 __all__ = ["add_show"]
+
+#: Layers of a profile that are printed unless another number is asked for.
+_MOST_LAYERS = 30
 
 
 def add_show(commands: Commands) -> None:
@@ -40,8 +44,7 @@ def add_show(commands: Commands) -> None:
         "--layers",
         type=int,
         metavar="N",
-        default=30,
-        help="layers of a profile to print, the slowest ones (default: %(default)s)",
+        help=f"layers of a profile to print, the slowest ones (default: {_MOST_LAYERS})",
     )
     show.add_argument("--plot", metavar="FILE", help="draw it: .png, .svg or .pdf; of one file")
     show.add_argument(
@@ -52,7 +55,8 @@ def add_show(commands: Commands) -> None:
 def _show(options: argparse.Namespace) -> None:
     from gpipebal.schedule import check_count
 
-    check_count("layers", options.layers)
+    if options.layers is not None:
+        check_count("layers", options.layers)
     check_files(options, *options.files)
     if options.plot is not None and len(options.files) > 1:
         raise UsageError(
@@ -62,15 +66,33 @@ def _show(options: argparse.Namespace) -> None:
         )
     # All are read before the first is printed: a bad one is reported at once.
     nouns = [load_noun(path) for path in options.files]
+    if options.layers is not None:
+        _check_layers(nouns, options)
     for k, noun in enumerate(nouns):
         if options.json:
             print(json.dumps(noun.to_dict()))
         else:
-            print(("\n" if k else "") + _text(noun, options.layers))
+            print(("\n" if k else "") + _text(noun, options.layers or _MOST_LAYERS))
     if options.plot is not None:
         save_plot(_draw(nouns[0]), options.plot)
     if not options.json:
         say_written(options)
+
+
+def _check_layers(nouns: Sequence[Noun], options: argparse.Namespace) -> None:
+    """Refuse a number of layers where no layers are counted.
+
+    Raises:
+        UsageError: no file is a profile, or all of it is printed.
+    """
+    from gpipebal.profile import Profile
+
+    if options.json or not any(isinstance(noun, Profile) for noun in nouns):
+        what = "--json, which prints all" if options.json else "no profile"
+        raise UsageError(
+            f"there are no layers to choose: --layers {options.layers} with {what} (expected the "
+            "table of a profile).\nFix: leave --layers out."
+        )
 
 
 def _text(noun: Noun, n_layers: int) -> str:

@@ -93,6 +93,11 @@ def _simulate(options: argparse.Namespace) -> None:
     check_files(options, options.file)
     if options.width is not None:
         _check_width(options.width)
+        if options.json:
+            raise UsageError(
+                "JSON is not a drawing of some width: --width with --json (expected one of them).\n"
+                "Fix: leave --width out."
+            )
     noun = load_noun(options.file, "plan", "profile")
     assert not isinstance(noun, Timeline)
     schedule = options.schedule and check_known_schedule(options.schedule)

@@ -68,6 +68,11 @@ def add_solve(commands: Commands) -> None:
 def _solve(options: argparse.Namespace) -> None:
     from gpipebal.profile import Profile
 
+    if options.json and options.explain:
+        raise UsageError(
+            "sentences are not JSON: --explain with --json (expected one of them).\n"
+            "Fix: leave --json out; --output writes the same JSON to a file."
+        )
     check_files(options, options.profile)
     profile = load_noun(options.profile, "profile")
     assert isinstance(profile, Profile)

@@ -301,7 +301,7 @@ class GPipe(Container):
                 mean over something other than rows, such as the tokens that are not padding, needs
                 a sum that `loss_fn` divides by the mini-batch's number of them.)
             target_dims: Dimension along which each tensor of the target has its rows, as a prefix
-                of its pytree; None: every micro-batch gets all of it.
+                of its pytree; None: every micro-batch gets all of it. Not used without a target.
             schedule: ``'gpipe'`` or ``'1f1b'``; None: the pipeline's own.
             keywords: Keyword arguments for the first layer.
 

@@ -111,16 +111,17 @@ def profile_model(
             threads measure side by side, as far as there are cores. Ignored on CUDA.
         loss_fn: The loss, called as ``loss_fn(output, target)``; measured over a micro-batch, as
             `GPipe.step` computes it, and over the gathered output of the mini-batch.
-        target: Target of the whole mini-batch; None: ``loss_fn(output)``.
+        target: Target of the whole mini-batch, for `loss_fn`; None: ``loss_fn(output)``.
         optimizer: An optimizer of the model's parameters, a list of several that share them out, or
             a callable that makes one or several from a list of parameters (a class, or a lambda
             with its options); their time and state are measured, on copies.
         keywords: Keyword arguments that the first layer gets in addition to its input.
         in_dims: Dimension along which each tensor of the sample has its rows, as `GPipe` takes it;
             None: every micro-batch gets all of it.
-        keyword_dims: The same for keyword arguments, by name; 0 for those that are not named.
+        keyword_dims: The same for keyword arguments, by name; 0 for those that are not named. Names
+            of keywords that are not given change nothing.
         out_dims: The same for the output; None: the micro-batches' tensors are stacked.
-        target_dims: The same for the target, as `GPipe.step` takes it.
+        target_dims: The same for the target, as `GPipe.step` takes it; without one it is not used.
         method: ``'measure'``; or ``'estimate'``, which needs no device and no memory: the layers
             may be on the meta device, and nothing runs. See `gpipebal.profiler.estimate`. Arguments
             that only tell how to measure are then refused.
@@ -148,10 +149,12 @@ def profile_model(
         wide spread, layers that do not add up to the whole chain.
 
     Raises:
-        ModelError: `module` is not an `nn.Sequential`, or `sample` cannot be divided.
+        ModelError: `module` is not an `nn.Sequential`, `sample` cannot be divided, or `loss_fn` is
+            not a function.
         BalanceError: a dimension does not fit.
         ProfileError: a layer, the loss or the optimizer failed, or has no values to measure with;
-            the error names it. Or `sample` has no rows.
+            the error names it. Or `sample` has no rows; or arguments exclude each other, such as a
+            target without a loss.
         DeviceError: `device` does not exist.
 
     Complexity:
@@ -180,6 +183,12 @@ def profile_model(
     as_pipeline = check_flag("as_pipeline", as_pipeline)
     if one_at_a_time is not None:
         one_at_a_time = check_flag("one_at_a_time", one_at_a_time)
+        if share_identical and not one_at_a_time:
+            raise ProfileError(
+                "layers that share a measurement are measured one at a time: one_at_a_time=False "
+                "with share_identical=True (expected one of them).\n"
+                "Fix: leave one_at_a_time out, or share_identical."
+            )
     if progress is not None:
         progress = check_flag("progress", progress)
     training = Training.of(

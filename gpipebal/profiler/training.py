@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipebal.errors import ProfileError
 from gpipebal.pipeline.layers.chain import check_keyword_dims, check_keywords
+from gpipebal.pipeline.minibatch.loss import check_loss
 from gpipebal.profiler.chain.batch import Batch
 from gpipebal.profiler.chain.data import Data
 from gpipebal.profiler.chain.failures import memory_for
@@ -62,11 +64,19 @@ class Training:
         """Make one from the arguments of `profile_model`, and check them.
 
         Raises:
-            ModelError: `module` is not a chain, its skips do not pair up, or the sample cannot be
-                divided.
+            ModelError: `module` is not a chain, its skips do not pair up, the sample cannot be
+                divided, or the loss is not a function.
             BalanceError: a dimension or a keyword argument does not fit, or `chunks` is no count.
-            ProfileError: the chain has no layers, or the sample has no rows.
+            ProfileError: the chain has no layers, the sample has no rows, or there is a target
+                without a loss.
         """
+        if loss_fn is not None:
+            check_loss(loss_fn)
+        elif target is not None:
+            raise ProfileError(
+                "a target is given without a loss: loss_fn=None (expected a function of output and "
+                "target).\nFix: give loss_fn, or leave out target."
+            )
         layers = layers_of(module)
         first = next(iter(layers.values()))
         dims_of_keywords = check_keyword_dims(keyword_dims, first)

@@ -533,6 +533,39 @@ def test_an_estimate_refuses_what_has_no_meaning(given: dict[str, Any]) -> None:
         gb.profile_model(model, sample, rates="A100")
 
 
+@pytest.mark.parametrize("method", ["measure", "estimate"])
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"target": torch.ones(4, 4)}, ProfileError, "a target is given without a loss"),
+        ({"loss_fn": 3}, ModelError, r"loss_fn is not a function: type\(loss_fn\)=int"),
+        ({"loss_fn": nn.MSELoss}, ModelError, "loss_fn is a class: loss_fn=MSELoss"),
+    ],
+)
+def test_a_loss_that_does_not_fit_is_refused_before_any_layer_runs(
+    given: dict[str, Any], error: type[Exception], text: str, method: Any
+) -> None:
+    """A target without a loss would change nothing, and what is not called could be anything."""
+    runs: list[int] = []
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            runs.append(1)
+            return super().forward(x)
+
+    with pytest.raises(error, match=text) as caught:
+        gb.profile_model(nn.Sequential(Layer(4, 4)), torch.ones(4, 4), method=method, **given)
+    assert "\nFix: " in str(caught.value) and not runs
+
+
+def test_layers_that_share_a_measurement_are_not_measured_in_a_chain() -> None:
+    """Both cannot be asked for; one alone is right."""
+    model, sample = nn.Sequential(nn.Linear(4, 4)), torch.ones(4, 4)
+    with pytest.raises(ProfileError, match="one_at_a_time=False with share_identical=True"):
+        profile(model, sample, share_identical=True, one_at_a_time=False)
+    assert profile(model, sample, share_identical=True, one_at_a_time=True, rows=()).n_layers == 1
+
+
 class _Rows(torch.autograd.Function):
     """Counts rows that go forward and backward."""
 

@@ -24,7 +24,7 @@ from gpipebal.pipeline.values.microbatch import Packet, flatten
 from gpipebal.pipeline.workers.partition import Tail
 from gpipebal.pipeline.workers.tied import leaves_behind
 
-__all__ = ["MicroBatchLoss", "Reduction", "call_loss"]
+__all__ = ["MicroBatchLoss", "Reduction", "call_loss", "check_loss"]
 
 #: How `loss_fn` treats the rows it is given: takes their mean, or their sum.
 Reduction = Literal["mean", "sum"]
@@ -68,7 +68,7 @@ class MicroBatchLoss:
                 "Fix: reduction='mean' if loss_fn takes the mean over its rows, 'sum' if it adds "
                 "them up."
             )
-        self._loss_fn = _check_function(loss_fn)
+        self._loss_fn = check_loss(loss_fn)
         self._target = None if target is None else Target(target, target_dims, rows)
         self._needs_gradient = False
         own = [loss_fn] if isinstance(loss_fn, nn.Module) else []
@@ -254,7 +254,7 @@ class _Repeatable:
             yield
 
 
-def _check_function(loss_fn: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+def check_loss(loss_fn: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
     """Return the function that computes the loss.
 
     Raises:
@@ -270,7 +270,7 @@ def _check_function(loss_fn: Callable[..., Tensor] | None) -> Callable[..., Tens
         raise ModelError(
             f"loss_fn is not a function: {got} (expected a function of the output or of output and "
             "target).\n"
-            "Fix: pipe.step(x, target=y, loss_fn=torch.nn.functional.mse_loss), say."
+            "Fix: loss_fn=torch.nn.functional.mse_loss, say, and target=y."
         )
     return loss_fn
 

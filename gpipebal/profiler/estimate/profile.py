@@ -87,7 +87,7 @@ def estimate_profile(
             ``provenance["left_out"]``.
         rates: Name of a device in `gpipebal.rates.RATES`, or your own `DeviceRates`.
         loss_fn: The loss, called as ``loss_fn(output, target)``; estimated as a term of the step.
-        target: Target of the whole mini-batch; None: ``loss_fn(output)``.
+        target: Target of the whole mini-batch, for `loss_fn`; None: ``loss_fn(output)``.
         optimizer: As for `profile_model`; its time and state are estimated.
         partitions: As for `profile_model`; every partition has a device of its own here, so it
             changes nothing.
@@ -102,10 +102,11 @@ def estimate_profile(
         A `Profile` with ``provenance["method"] == "estimate"``: times in seconds, sizes in bytes.
 
     Raises:
-        ModelError: `module` is not an `nn.Sequential`, or `sample` cannot be divided.
+        ModelError: `module` is not an `nn.Sequential`, `sample` cannot be divided, or `loss_fn` is
+            not a function.
         BalanceError: a dimension does not fit.
         ProfileError: a layer failed, or needs values that do not exist (for example, it calls
-            ``item()`` or ``nonzero()``); the error names it.
+            ``item()`` or ``nonzero()``); the error names it. Or there is a target without a loss.
         DeviceError: `rates` is not the name of a known device.
 
     Complexity:
