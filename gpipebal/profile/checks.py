@@ -47,6 +47,12 @@ _STEP_TIMES = (
     "inside_overhead_time",
     "cell_overhead_time",
 )
+#: The numbers of a layer, by name: whether each is whole, and whether it may be unknown.
+_NUMBERS = [
+    (field.name, field.name == "flops" or field.name.endswith("_bytes"), field.default is None)
+    for field in fields(LayerProfile)
+    if field.name not in (*TEXT_FIELDS, *STORAGE_FIELDS, "hands_back_given")
+]
 
 
 def read_columns(rows: object, chunks: object, **columns: Any) -> dict[str, list[Any] | None]:
@@ -279,20 +285,16 @@ def _check_turns(turns: TurnTimes) -> None:
 def _check_layer(layer: LayerProfile, where: str, n_storages: int) -> None:
     if not isinstance(layer.hands_back_given, bool):
         raise _bad_value(where, "hands_back_given", layer.hands_back_given, "true or false")
-    for name, value in _quantities(layer):
-        whole = name == "flops" or name.endswith("_bytes")
+    for name, whole, may_be_unknown in _NUMBERS:
+        value = getattr(layer, name)
+        if value is None and may_be_unknown:
+            continue
         if not _is_quantity(value, whole=whole):
             expected = SIZE if name.endswith("_bytes") else WHOLE if whole else NUMBER
             raise _bad_value(where, name, value, expected)
     for name in STORAGE_FIELDS:
         for storage in getattr(layer, name):
             _check_storage(storage, n_storages, where)
-
-
-def _quantities(layer: LayerProfile) -> list[tuple[str, Any]]:
-    skipped = (*TEXT_FIELDS, *STORAGE_FIELDS, "hands_back_given")
-    values = [(f, getattr(layer, f.name)) for f in fields(layer) if f.name not in skipped]
-    return [(f.name, v) for f, v in values if v is not None or f.default is not None]
 
 
 def _is_quantity(value: Any, *, whole: bool) -> bool:

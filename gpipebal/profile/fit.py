@@ -63,6 +63,12 @@ def _line_through(
 
 def count_at(points: Sequence[tuple[int, int]], rows: int) -> int:
     """Return bytes or operations at these rows: exact where they are a line, else rounded up."""
+    return _count_at(tuple(points), rows)
+
+
+# Most layers have the same few numbers of bytes, such as 0.
+@lru_cache(maxsize=1 << 15)
+def _count_at(points: tuple[tuple[int, int], ...], rows: int) -> int:
     value, parts = _on_line(_around(points, rows), rows)
     return -(-value // parts)
 
