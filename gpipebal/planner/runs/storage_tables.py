@@ -197,6 +197,8 @@ class StorageTables:
         """Add up numbers, each over the rows and columns from some on to before others."""
         n_rows = len(self.firsts)
         table: Table = np.zeros((n_rows + 1, self.n_columns + 1), dtype=self.kind)
+        if not numbers.size:
+            return table[:-1, :-1]
         low, first = np.clip(low, 0, n_rows), np.clip(first, 0, self.n_columns)
         stop, end = np.clip(stop, low, n_rows), np.clip(end, first, self.n_columns)
         for row, begun in ((low, numbers), (stop, -numbers)):
