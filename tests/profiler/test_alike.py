@@ -133,6 +133,28 @@ def test_layers_are_alike_if_they_do_not_read_what_differs() -> None:
     assert n_run(layers) == 2
 
 
+class Settings:
+    """Tells nothing of what is in it, and no two are the same."""
+
+    def __init__(self, table: Tensor | None = None) -> None:
+        self.table = table
+
+
+def test_objects_that_layers_do_not_read_make_no_difference_unless_tensors_are_in_them() -> None:
+    """Adapters of peft keep the arguments that they were made with."""
+
+    def run(use: Callable[[Any, Tensor], Tensor] | None, make: Callable[[int], Settings]) -> int:
+        layers: list[nn.Module] = [Placed(k, use) for k in range(3)]
+        for k, layer in enumerate(layers):
+            vars(layer)["settings"] = {"of this layer": make(k)}
+        return n_run(layers)
+
+    assert run(None, lambda k: Settings()) == 1
+    assert run(lambda layer, x: x + len(layer.settings), lambda k: Settings()) == 3
+    # A table counts as memory, whoever reads it.
+    assert run(None, lambda k: Settings(torch.ones(k + 1))) == 3
+
+
 @pytest.mark.parametrize("name", READS)
 def test_layers_that_read_what_differs_are_told_apart(name: str) -> None:
     """In whatever way and at whatever time they look at it."""

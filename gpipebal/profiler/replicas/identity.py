@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import enum
 import types
+from collections import OrderedDict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from gpipebal.pipeline.layers.attributes import tensors_in
 from gpipebal.pipeline.values.tensors import has_storage, plain_parts
+from gpipebal.profiler.replicas.harmless import tensors_reached
 from gpipebal.profiler.replicas.reads import EVERYTHING, reads_unseen
 
 __all__ = ["Alike", "Identity", "identity_of"]
@@ -22,6 +25,7 @@ _LOOKED_AT = ("_parameters", "_buffers", "_modules")
 #: Attributes of attributes are compared to this depth; what lies below counts as the same only if
 #: it is the same object.
 _DEPTH = 4
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple, set})
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 
 
@@ -29,8 +33,9 @@ class Identity(NamedTuple):
     """What decides the costs of a layer, besides its input.
 
     Attributes:
-        form: All but its plain options.
-        options: The plain values among its attributes, by name, in the order of its modules.
+        form: All but its options.
+        options: Those of its attributes that no tensor is in, by name, in the order of its modules:
+            they matter only if they are read.
     """
 
     form: Hashable
@@ -118,9 +123,10 @@ def identity_of(layer: nn.Module) -> Identity:
         )
 
     def attribute(name: str, value: Any) -> Hashable:
-        if not isinstance(value, _PLAIN):
-            return name, _plain(value, _DEPTH)
-        options.append((name, _plain(value, _DEPTH)))
+        described = _plain(value, _DEPTH)
+        if not _is_option(value):
+            return name, described
+        options.append((name, described))
         return name
 
     form = tuple(
@@ -138,6 +144,19 @@ def identity_of(layer: nn.Module) -> Identity:
         for path, module in layer.named_modules(remove_duplicate=False)
     )
     return Identity(form, tuple(options))
+
+
+def _is_option(value: Any) -> bool:
+    """Tell whether a layer costs the same with any value in place of this one that it never reads.
+
+    Not so if tensors can be reached from it: they count as memory.
+    """
+    if isinstance(value, _PLAIN):
+        return True
+    is_empty = type(value) in _CONTAINERS and not value
+    if is_empty or callable(value) or isinstance(value, (Tensor, nn.Module)):
+        return False
+    return not tensors_reached(value) and next(tensors_in(value), None) is None
 
 
 def _kind_of(tensor: Tensor) -> tuple[Hashable, ...]:

@@ -87,7 +87,7 @@ def reads_unseen(layer: nn.Module) -> bool:
     return any(
         not _OWN_WAYS.isdisjoint(vars(kind))
         for kind in kinds
-        if kind.__module__.partition(".")[0] not in _KNOWN_PACKAGES
+        if str(kind.__module__).partition(".")[0] not in _KNOWN_PACKAGES
     )
 
 
