@@ -46,16 +46,19 @@ def data() -> tuple[Tensor, Tensor]:
     return torch.randn(ROWS, WIDTH), torch.randint(CLASSES, (ROWS,))
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.fixture(scope="module", params=WAYS.values(), ids=WAYS)
+def by_way(request: pytest.FixtureRequest) -> gb.Profile:
+    """Profile the chain with the loss in each way once."""
+    sample, target = data()
+    given: dict[str, Any] = {"target": target, "progress": False, **request.param}
+    return gb.profile_model(chain(), sample, chunks=4, loss_fn=Projected(), **given)
+
+
 @pytest.mark.parametrize("exist", [False, True])
-def test_parameters_of_the_loss_are_counted(way: dict[str, Any], exist: bool) -> None:
+def test_parameters_of_the_loss_are_counted(by_way: gb.Profile, exist: bool) -> None:
     """With gradients of earlier steps and without, inside and outside, at other micro-batches."""
-    torch.manual_seed(0)
     sample, target = data()
     loss = Projected()
-    profile = gb.profile_model(
-        chain(), sample, chunks=4, loss_fn=loss, target=target, progress=False, **way
-    )
     for chunks in (4, 2, 8):
         for inside in (False, True):
             for mode in ("never", "always"):
@@ -76,7 +79,7 @@ def test_parameters_of_the_loss_are_counted(way: dict[str, Any], exist: bool) ->
                             value.backward()
                             del output, value
                 plan = gb.evaluate(
-                    profile,
+                    by_way,
                     [3],
                     checkpoint=mode,
                     chunks=chunks,

@@ -94,14 +94,18 @@ def profiled(model: nn.Sequential, chunks: int = 4, **options: Any) -> gb.Profil
     return gb.profile_model(model, sample, chunks=chunks, **given)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=NAMES)
+@pytest.fixture(scope="module", params=WAYS, ids=NAMES)
+def by_way(request: pytest.FixtureRequest) -> gb.Profile:
+    """Profile the language model in each way once."""
+    return profiled(language_model(), **request.param)
+
+
 @pytest.mark.parametrize("inside", [False, True])
-def test_the_plan_counts_what_lives(way: dict[str, Any], inside: bool) -> None:
+def test_the_plan_counts_what_lives(by_way: gb.Profile, inside: bool) -> None:
     """In one partition plan and count differ by numbers of the loss, whatever micro-batches.
 
     Micro-batches are views with gaps into the mini-batch, and so are the gradients of outputs.
     """
-    profile = profiled(language_model(), rows=(), **way)
     sample, target = words()
     for mode in ("never", "except_last", "always"):
         model = language_model()
@@ -129,7 +133,7 @@ def test_the_plan_counts_what_lives(way: dict[str, Any], inside: bool) -> None:
                     output = pipe(sample, **IN["keywords"])
                     loss_of(output, target).backward()
                     del output
-        plan = gb.evaluate(profile, [4], checkpoint=mode, loss_inside=inside)
+        plan = gb.evaluate(by_way, [4], checkpoint=mode, loss_inside=inside)
         planned, counted = plan.partitions[0].memory.total, meter.peak_bytes[0]
         pipe.close()
         # Inside, the gradient of an output has no gaps, and what is planned for them is too much.
@@ -137,18 +141,16 @@ def test_the_plan_counts_what_lives(way: dict[str, Any], inside: bool) -> None:
         assert 0.999 * counted <= planned <= most * counted, (mode, planned, counted)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=NAMES)
-def test_what_has_no_rows_is_there_once(way: dict[str, Any]) -> None:
+def test_what_has_no_rows_is_there_once(by_way: gb.Profile) -> None:
     """The mask is a common input, as large at all rows, however many micro-batches there are."""
-    profile = profiled(language_model(), **way)
-    (mask,) = profile.common_inputs
-    assert profile.bytes_of([mask]) == 4 * LENGTH * LENGTH
-    assert profile.input_bytes(4) == 8 * LENGTH * ROWS + 4 * LENGTH * LENGTH
+    (mask,) = by_way.common_inputs
+    assert by_way.bytes_of([mask]) == 4 * LENGTH * LENGTH
+    assert by_way.input_bytes(4) == 8 * LENGTH * ROWS + 4 * LENGTH * LENGTH
     for rows in (1, 3, 4, 5):
-        other = profile.at_rows(rows)
+        other = by_way.at_rows(rows)
         assert other.bytes_of(other.common_inputs) == 4 * LENGTH * LENGTH
         assert other.bytes_of(other.inputs) == 8 * LENGTH * rows + 4 * LENGTH * LENGTH
-    assert (profile.rows, profile.mini_batch_rows) == (2, ROWS)
+    assert (by_way.rows, by_way.mini_batch_rows) == (2, ROWS)
 
 
 def test_what_has_no_rows_is_as_large_at_all_rows() -> None:
