@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from contextlib import suppress
 from difflib import get_close_matches
+from numbers import Integral, Real
 from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from gpipebal.errors import KindError, UsageError
 from gpipebal.text import either
@@ -21,9 +23,12 @@ __all__ = [
     "check_options",
     "check_path",
     "check_whole",
+    "is_list",
+    "is_word",
     "keep_as_tuples",
     "no_such_row",
     "of_array",
+    "plain_number",
     "whole_number",
 ]
 
@@ -85,8 +90,7 @@ def check_list(
         >>> check_list("storages", range(2)), check_list("storages", [])
         ((0, 1), ())
     """
-    is_one = isinstance(value, (str, bytes, Mapping)) or getattr(value, "ndim", None) == 0
-    if is_one or not isinstance(value, Iterable):
+    if isinstance(value, (bytes, Mapping)) or not is_list(value):
         raise KindError(
             f"{name} is not a list: type({name})={type(value).__name__} (expected a list"
             f"{f' of {kind.__name__}' if kind else ''}).\nFix: {fix or f'{name}=[...]'}."
@@ -96,6 +100,34 @@ def check_list(
         for k, one in enumerate(found):
             check_kind(f"{name}[{k}]", one, kind, fix)
     return found
+
+
+def is_list(value: object, *, in_order: bool = False) -> TypeGuard[Iterable[Any]]:
+    """Whether this can be gone through, and is neither a text nor an array of a single number.
+
+    Args:
+        value: What was given.
+        in_order: Whether the order matters, so that sets and mappings are none either.
+
+    Example:
+        >>> import numpy as np
+        >>> is_list(np.array([2])), is_list(np.array(2)), is_list("ab")
+        (True, False, False)
+    """
+    is_one = isinstance(value, str) or getattr(value, "ndim", None) == 0
+    is_loose = in_order and isinstance(value, (Mapping, Set))
+    return isinstance(value, Iterable) and not is_one and not is_loose
+
+
+def is_word(value: object, *words: str) -> bool:
+    """Whether this is one of some words; arrays, which know no single answer, are none.
+
+    Example:
+        >>> import numpy as np
+        >>> is_word("auto", "auto", "never"), is_word(np.array(["auto", "auto"]), "auto")
+        (True, False)
+    """
+    return isinstance(value, str) and value in words
 
 
 def keep_as_tuples(noun: object, *names: str) -> None:
@@ -172,6 +204,28 @@ def whole_number(value: object) -> int | None:
     return None
 
 
+def plain_number(value: object) -> float:
+    """Return a number of any kind, such as numpy's, as an int or a float; NaN if it is none.
+
+    Example:
+        >>> plain_number(True), plain_number(3)
+        (nan, 3)
+    """
+    if type(value) is float or type(value) is int:
+        return value
+    # A bool is an Integral but no time.
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        whole = whole_number(value)  # numpy's time spans are none
+        return math.nan if whole is None else whole
+    if isinstance(value, Real) and not isinstance(value, bool):
+        number: Any = value
+        try:
+            return float(number)
+        except OverflowError:  # of a fraction
+            return math.inf if number > 0 else -math.inf
+    return math.nan
+
+
 def of_array(value: Any) -> Any:
     """Return an array as a list, and one of its elements as Python's; anything else as it is.
 
@@ -181,7 +235,10 @@ def of_array(value: Any) -> Any:
         ([1, 2], 3, (1, 2))
     """
     to_list = getattr(value, "tolist", None)
-    return value if to_list is None else to_list()
+    if to_list is not None and not isinstance(value, type):
+        with suppress(RuntimeError):  # a tensor without values, or a sparse one
+            return to_list()
+    return value
 
 
 def check_path(path: object) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipebal.argument_kinds import check_kind
+from gpipebal.argument_kinds import check_kind, is_list, of_array, plain_number
 from gpipebal.errors import BalanceError
 from gpipebal.planner import solve
 from gpipebal.planner.runs.sizes import sizes_of
 from gpipebal.problem import Problem
-from gpipebal.problem.checks import plain_number
 from gpipebal.problem.fits import check_enough_layers
 from gpipebal.profile import Profile
 from gpipebal.profiler import profile_model
@@ -164,13 +163,12 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
         >>> balance_cost([1, 2, 3, 4], 2)
         [3, 1]
     """
-    is_one = isinstance(costs, (str, Mapping, Set)) or getattr(costs, "ndim", None) == 0
-    if is_one or not isinstance(costs, Iterable):
+    if not is_list(costs, in_order=True):
         raise BalanceError(
             f"costs are not a list: costs={costs!r:.60} (expected one number for each layer).\n"
             f"Fix: balance_cost([1, 2, 3], {partitions!r:.20})."
         )
-    given = costs.tolist() if isinstance(costs, Tensor) else list(costs)
+    given = list(of_array(costs))
     for k, cost in enumerate(given):
         if not 0 <= plain_number(cost) < math.inf:
             raise BalanceError(

@@ -91,7 +91,7 @@ def check_objective(objective: object) -> None:
     Raises:
         BalanceError: it does not exist.
     """
-    if objective not in OBJECTIVES:
+    if not isinstance(objective, str) or objective not in OBJECTIVES:
         raise BalanceError(
             f"objective does not exist: objective={objective!r:.60} "
             f"(expected one of {', '.join(map(repr, OBJECTIVES))}).\n"

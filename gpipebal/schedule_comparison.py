@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gpipebal.argument_kinds import check_kind, check_list
+from gpipebal.argument_kinds import check_kind, check_list, is_list, plain_number
 from gpipebal.errors import BalanceError
 from gpipebal.plan.checks import check_chunks
 from gpipebal.planner.times import with_turns
@@ -110,7 +110,7 @@ def compare_schedules(
             f"Fix: schedules={ALL_SCHEDULES!r}, or leave it out."
         )
     links = None
-    if bandwidth is not None or latency:
+    if bandwidth is not None or plain_number(latency) != 0:
         link = Link(math.inf if bandwidth is None else bandwidth, latency, overlap)
         links = links_of(profile, link)
     durations: dict[int, Durations] = {}
@@ -171,8 +171,7 @@ def compare_schedules(
 
 def _several(numbers: Any) -> Iterable[Any]:
     """Return a single number, or anything else that is not a list, as a list of one."""
-    is_list = isinstance(numbers, Iterable) and not isinstance(numbers, str)
-    return numbers if is_list and getattr(numbers, "ndim", 1) != 0 else (numbers,)
+    return numbers if is_list(numbers) else (numbers,)
 
 
 def _bounds(

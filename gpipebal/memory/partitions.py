@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gpipebal.argument_kinds import check_kind
+from gpipebal.argument_kinds import check_kind, plain_number
 from gpipebal.errors import BalanceError
 from gpipebal.memory.cell import Cell, Moment, height
 from gpipebal.memory.fixed import fixed_memory
@@ -24,7 +24,7 @@ from gpipebal.memory.waiting import Waiting, number_type
 from gpipebal.plan import PeakMemory
 from gpipebal.plan.checks import check_chunks
 from gpipebal.problem.bounds import check_bounds
-from gpipebal.problem.checks import check_flag, plain_number
+from gpipebal.problem.checks import check_flag
 from gpipebal.profile import Profile
 from gpipebal.schedule import Checkpoint, check_schedule, order_of
 from gpipebal.schedule.actions import KINDS, B, F, R

@@ -329,7 +329,7 @@ class GPipe(Container):
             (torch.Size([]), False, torch.Size([8, 4]))
         """
         chain.check_step_input(others)
-        leaves, inputs = self._parted(input, keywords or {}, target)
+        leaves, inputs = self._parted(input, {} if keywords is None else keywords, target)
         if not self._modules:
             raise PipelineError("a pipeline without layers has nothing to train.\nFix: add layers.")
         before_last = list(self.layers_in_place().values())[: -self.balance[-1]]

@@ -9,6 +9,7 @@ from dataclasses import fields
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import BalanceError, ProfileError
 from gpipebal.objectives import MINIMISED
 from gpipebal.plan.parts import PeakMemory
@@ -68,6 +69,7 @@ def check_plan(plan: Plan) -> None:
     check_chunks(plan.chunks)
     for j, partition in enumerate(plan.partitions):
         check_count(f"layers of partition {j}", len(partition.layers))
+        check_kind(f"partitions[{j}].memory", partition.memory, PeakMemory)
         _check_quantities(f"partition {j}", partition)
         _check_quantities(f"memory of partition {j}", partition.memory)
         for text in (*partition.layers, *partition.fingerprints):

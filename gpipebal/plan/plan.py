@@ -9,7 +9,7 @@ from functools import cached_property
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from gpipebal.argument_kinds import check_index, check_kind, check_list
+from gpipebal.argument_kinds import check_index, check_kind, check_list, plain_number
 from gpipebal.errors import BalanceError, KindError
 from gpipebal.files import read_noun, write_record
 from gpipebal.html import plan_html
@@ -235,15 +235,13 @@ class Plan:
             BalanceError: it is negative, or NaN.
         """
         check_kind("lower_bound", lower_bound, Real, "lower_bound=0.0, say")
-        if isinstance(lower_bound, bool) or not lower_bound >= 0:
+        number = plain_number(lower_bound)
+        if not number >= 0:
             raise BalanceError(
                 f"lower_bound is not a bound: lower_bound={lower_bound!r:.60} (expected 0 or "
                 "more).\nFix: lower_bound=0.0 if nothing is known."
             )
-        bound = self.value
-        if lower_bound < bound:
-            # A number of another kind, such as numpy's, as Python's.
-            bound = lower_bound if isinstance(lower_bound, int) else float(lower_bound)
+        bound = min(number, self.value)
         status = "optimal" if bound >= self.value else "feasible"
         return replace(self, lower_bound=bound, status=status)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Iterable, Sequence
-from numbers import Real
+from collections.abc import Sequence
 
+from gpipebal.argument_kinds import is_list, plain_number
 from gpipebal.errors import BalanceError
 from gpipebal.planner.quantiles import at_quantile
 from gpipebal.problem import Device
@@ -33,7 +32,7 @@ def devices_asked(
     """
     if devices is None:
         return None
-    if isinstance(devices, str) or not isinstance(devices, Iterable):
+    if not is_list(devices, in_order=True):
         raise BalanceError(
             f"devices are not a list: devices={devices!r:.60} (expected one for each of "
             f"{count(n_partitions, 'partition')}: a Device, a Profile, or its speed).\n"
@@ -56,17 +55,14 @@ def devices_asked(
             found.append(made[id(device)])
         elif isinstance(device, Device):
             found.append(device)
-        elif (
-            isinstance(device, Real)
-            and not isinstance(device, bool)
-            # Its inverse is a finite float too.
-            and 1 / sys.float_info.max <= device < math.inf
-        ):
-            found.append(Device(slowness=1 if device == 1 else 1 / float(device)))
+        # Its inverse is a finite float too.
+        elif 1 / sys.float_info.max <= (speed := plain_number(device)) <= sys.float_info.max:
+            found.append(Device(slowness=1 if speed == 1 else 1 / float(speed)))
         else:
             raise BalanceError(
-                f"device is not usable: devices[{j}]={device!r} (expected a Device, a Profile, or "
-                "its speed as a number above 0).\nFix: 1 for one as fast as the profile's."
+                f"device is not usable: devices[{j}]={device!r:.60} (expected "
+                "a Device, a Profile, or its speed as a number above 0).\n"
+                "Fix: 1 for one as fast as the profile's."
             )
     if len(found) != n_partitions:
         raise BalanceError(

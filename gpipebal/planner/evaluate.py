@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from gpipebal.argument_kinds import check_kind, of_array
+from gpipebal.argument_kinds import check_kind, is_list, of_array
 from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
 from gpipebal.plan.checks import check_chunks
@@ -125,7 +125,7 @@ def _least_makespan(plan: Plan) -> float:
 
 
 def _bounds_of(balance: Iterable[int], n_layers: int) -> tuple[int, ...]:
-    if isinstance(balance, str) or not isinstance(balance, Iterable):
+    if not is_list(balance, in_order=True):
         raise BalanceError(
             f"balance is not a list: balance={balance!r:.60} (expected the number of layers of "
             f"each partition).\nFix: balance=[{n_layers}], all in one."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gpipebal.argument_kinds import check_kind, whole_number
+from gpipebal.argument_kinds import check_kind, is_list, whole_number
 from gpipebal.errors import BalanceError
 from gpipebal.problem import Rules
 from gpipebal.profile import Profile
@@ -42,7 +42,7 @@ def join_rules(
         check_kind("rules", given, Rules, "rules=Rules(no_cut=[2]), say")
     groups = _groups(profile, keep_together)
     together = [tuple(_layer(profile, "keep_together", one) for one in group) for group in groups]
-    if _is_one(no_cut):
+    if no_cut is not None and not is_list(no_cut):
         one = no_cut if isinstance(no_cut, str) else whole_number(no_cut)
         example = profile.names[0] if one is None else one
         raise _wrong_form("no_cut", no_cut, "list of layers", [example])
@@ -81,24 +81,15 @@ def join_rules(
 
 def _groups(profile: Profile, given: Any) -> list[Any]:
     """Return the groups of layers to keep together; one layer is not a group."""
-    groups = [given] if _is_one(given) else list(() if given is None else given)
-    if any(one is None or _is_one(one) for one in groups):
+    given = () if given is None else given
+    groups = list(given) if is_list(given) else [given]
+    if not all(map(is_list, groups)):
         ends: tuple[Any, ...] = (profile.names[0], profile.names[min(1, profile.n_layers - 1)])
         plain = [one if isinstance(one, str) else whole_number(one) for one in groups]
         if len(groups) > 1 and None not in plain:
             ends = tuple(plain)  # one flat list is mostly meant as one group
         raise _wrong_form("keep_together", given, "list of groups of layers", [ends])
     return groups
-
-
-def _is_one(value: object) -> bool:
-    """Whether this is one layer, or anything else that is not a list.
-
-    A text is iterable as a list is, and so is an array of a single number.
-    """
-    if isinstance(value, str) or getattr(value, "ndim", None) == 0:
-        return True
-    return value is not None and not isinstance(value, Iterable)
 
 
 def _wrong_form(rule: str, given: object, expected: str, example: object) -> BalanceError:

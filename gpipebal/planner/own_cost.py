@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from numbers import Rational, Real
+from numbers import Rational
 from typing import Any
 
+from gpipebal.argument_kinds import plain_number
 from gpipebal.errors import BalanceError
 from gpipebal.objectives import OBJECTIVES
 from gpipebal.solvers.dense import AnyCost
@@ -82,7 +83,8 @@ def cost_of_run(cost: AnyCost, first: int, end: int, partition: int) -> float | 
 
 def _number(found: Any) -> float | None:
     """Return a cost, an int or a Fraction as it is; None if it is no number, or exceeds a float."""
-    if not isinstance(found, Real) or isinstance(found, bool):
+    plain = plain_number(found)
+    if plain != plain:
         return None
     # Whole numbers and fractions are compared exactly; others, such as numpy's, may not know how
     # to be compared with the largest float.

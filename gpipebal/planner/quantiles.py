@@ -7,9 +7,8 @@ from dataclasses import replace
 from statistics import NormalDist
 from types import MappingProxyType
 
-from gpipebal.argument_kinds import check_kind
+from gpipebal.argument_kinds import check_kind, plain_number
 from gpipebal.errors import BalanceError
-from gpipebal.problem.checks import plain_number
 from gpipebal.profile import LayerProfile, Profile
 
 __all__ = ["at_quantile", "quantile_of"]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
-from gpipebal.argument_kinds import check_kind, check_options, of_array
+from gpipebal.argument_kinds import check_kind, check_options, is_word, of_array
 from gpipebal.errors import BalanceError, UnsupportedPlanError, UsageError
 from gpipebal.memory.loss import is_loss_inside
 from gpipebal.objectives import MINIMISED, Objective, Quantity, check_objective
@@ -18,7 +18,7 @@ from gpipebal.planner.quantiles import at_quantile, quantile_of
 from gpipebal.planner.runs.memory import KnownMemory
 from gpipebal.planner.times import runnable
 from gpipebal.problem import RULE_NAMES, Device, Link, Rules
-from gpipebal.problem.checks import check_bytes, check_flag, check_time_limit
+from gpipebal.problem.checks import check_flag, check_limit, check_time_limit
 from gpipebal.problem.chunking import chunk_candidates
 from gpipebal.problem.fits import check_any_order, check_enough_layers
 from gpipebal.problem.link import check_link
@@ -263,7 +263,7 @@ def _limits(
 def _check_method(question: Question) -> None:
     """Refuse a method where there is no choice; solvers say whether others apply."""
     only = "schedule search" if question.is_searched else "dense table"
-    if question.method not in ("auto", only) and (
+    if not is_word(question.method, "auto", only) and (
         question.is_searched or question.cost is not None
     ):
         why = f"schedule={question.schedule!r}" if question.is_searched else "cost"
@@ -287,7 +287,7 @@ def _chunks(chunks: Any, profile: Profile, minimised: Quantity) -> tuple[int, ..
     if chunks is None:
         return None
     chunks = of_array(chunks)
-    if chunks == "auto":
+    if is_word(chunks, "auto"):
         found = tuple(chunk_candidates(profile))
     elif isinstance(chunks, (list, tuple, range)):
         found = tuple(dict.fromkeys(map(check_chunks, chunks)))
@@ -335,9 +335,7 @@ def check_memory_limit(
 
 
 def _size(name: str, size: Any) -> int:
-    if not isinstance(size, str):
-        return check_bytes(name, size)
     try:
-        return parse_bytes(size, name)
+        return check_limit(name, parse_bytes(size, name) if isinstance(size, str) else size)
     except UsageError as error:
         raise BalanceError(str(error)) from None

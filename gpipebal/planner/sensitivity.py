@@ -10,10 +10,10 @@ from typing import assert_never
 
 import numpy as np
 
+from gpipebal.argument_kinds import plain_number
 from gpipebal.objectives import Quantity, TimeObjective
 from gpipebal.planner.own_cost import cost_of_run
 from gpipebal.problem import Problem, Rules
-from gpipebal.problem.checks import plain_number
 from gpipebal.schedule import CheckpointMode
 from gpipebal.solvers.dense import AnyCost
 

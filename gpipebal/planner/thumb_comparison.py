@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from gpipebal.argument_kinds import check_kind, check_options, no_such_row
+from gpipebal.argument_kinds import check_kind, check_options, no_such_row, plain_number
 from gpipebal.errors import BalanceError, ProfileError
 from gpipebal.objectives import Objective
 from gpipebal.plan import Plan
@@ -18,7 +19,6 @@ from gpipebal.planner.quantiles import at_quantile
 from gpipebal.planner.question import Options
 from gpipebal.planner.rules_of_thumb import block_split, equal_parameters
 from gpipebal.problem import Problem, to_balance, to_bounds
-from gpipebal.problem.checks import plain_number
 from gpipebal.profile import Profile
 from gpipebal.schedule import counted_modes
 from gpipebal.solvers import split
@@ -167,9 +167,10 @@ def compare_rules(
     check_kind("profile", profile, Profile)
     check_kind("plan", plan, Plan)
     check_options(options, ("devices", "link", "quantile"), "compare_rules")
-    if not plain_number(patience) >= 0:
+    seconds = min(plain_number(patience), sys.float_info.max)
+    if not seconds >= 0:
         raise BalanceError(
-            f"patience is not a time: patience={patience!r} (expected seconds, 0 or more).\n"
+            f"patience is not a time: patience={patience!r:.60} (expected seconds, 0 or more).\n"
             "Fix: patience=2.0."
         )
     if plan.n_layers != profile.n_layers:
@@ -209,7 +210,7 @@ def compare_rules(
     rules: dict[str, Callable[[], Sequence[int]]] = {
         "equal layers": lambda: equal_split(plan.n_layers, n_partitions),
         "equal parameters": lambda: equal_parameters(profile, n_partitions),
-        "torchgpipe": lambda: block_split(times, n_partitions, time_limit=patience),
+        "torchgpipe": lambda: block_split(times, n_partitions, time_limit=seconds),
         "least bottleneck": lambda: split(problem, "bottleneck").bounds,
     }
     rows = [_row("plan", plan, plan)]

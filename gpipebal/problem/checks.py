@@ -5,44 +5,26 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from numbers import Integral, Real
-from typing import Any
+from numbers import Integral
 
 import numpy as np
 
-from gpipebal.argument_kinds import check_list
+from gpipebal.argument_kinds import check_list, plain_number
 from gpipebal.errors import BalanceError
 
 __all__ = [
     "check_bytes",
     "check_flag",
+    "check_limit",
     "check_time_limit",
     "check_times",
     "largest_denominator",
-    "plain_number",
     "scaled",
 ]
 
 
-def plain_number(value: object) -> float:
-    """Return a number of any kind, such as numpy's, as an int or a float; NaN if it is none.
-
-    Example:
-        >>> plain_number(True), plain_number(3)
-        (nan, 3)
-    """
-    if type(value) is float or type(value) is int:
-        return value
-    # A bool is an Integral but no time.
-    if isinstance(value, Integral) and not isinstance(value, bool):
-        return int(value)
-    if isinstance(value, Real) and not isinstance(value, bool):
-        number: Any = value
-        try:
-            return float(number)
-        except OverflowError:  # of a fraction
-            return math.inf if number > 0 else -math.inf
-    return math.nan
+#: More bytes than this no device has, nor do the integers of arrays hold more.
+_MOST_BYTES = 2**63 - 1
 
 
 def check_flag(name: str, value: object) -> bool:
@@ -138,6 +120,21 @@ def check_bytes(name: str, value: object) -> int:
             f"more).\nFix: {name}={2**30} for a GiB, or {name}=None for none."
         )
     return int(number)
+
+
+def check_limit(name: str, value: object) -> int:
+    """Return a memory limit, or a part of one, in bytes.
+
+    Raises:
+        BalanceError: it is negative, more than any device has, or no whole number.
+    """
+    limit = check_bytes(name, value)
+    if limit > _MOST_BYTES:
+        raise BalanceError(
+            f"{name} is more than any device has: {name}={value!r:.60} (expected at most "
+            f"{_MOST_BYTES} bytes).\nFix: {name}=None for no limit."
+        )
+    return limit
 
 
 def check_time_limit(seconds: object) -> float | None:

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gpipebal.argument_kinds import plain_number
 from gpipebal.errors import BalanceError
-from gpipebal.problem.checks import check_bytes, check_times, plain_number
+from gpipebal.problem.checks import check_limit, check_times
 
 __all__ = ["Device"]
 
@@ -53,7 +54,7 @@ class Device:
             )
         object.__setattr__(self, "slowness", slowness)
         if self.memory_limit is not None:
-            object.__setattr__(self, "memory_limit", check_bytes("memory_limit", self.memory_limit))
+            object.__setattr__(self, "memory_limit", check_limit("memory_limit", self.memory_limit))
         columns = [name for name in _COLUMNS if getattr(self, name) is not None]
         if columns and len(columns) < len(_COLUMNS):
             missing = next(name for name in _COLUMNS if name not in columns)

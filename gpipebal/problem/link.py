@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from gpipebal.argument_kinds import check_kind
+from gpipebal.argument_kinds import check_kind, plain_number
 from gpipebal.errors import BalanceError
-from gpipebal.problem.checks import check_flag, check_times, plain_number
+from gpipebal.problem.checks import check_flag, check_times
 from gpipebal.profile import Profile
 
 __all__ = ["Link", "Links", "check_link", "links_of"]
@@ -45,7 +45,7 @@ class Link:
                 f"bandwidth is not above 0: bandwidth={self.bandwidth!r:.60} (expected bytes per "
                 "second).\nFix: bandwidth=12e9 for 12 GB/s, say."
             )
-        if not 0 <= plain_number(self.latency) < math.inf:
+        if not 0 <= plain_number(self.latency) <= sys.float_info.max:
             raise BalanceError(
                 f"latency is not a time: latency={self.latency!r:.60} (expected seconds, 0 or "
                 "more).\nFix: latency=0.0."

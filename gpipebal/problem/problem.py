@@ -22,7 +22,7 @@ from itertools import accumulate, pairwise
 from operator import add
 from typing import Literal
 
-from gpipebal.argument_kinds import check_list, whole_number
+from gpipebal.argument_kinds import check_list, check_whole, whole_number
 from gpipebal.errors import BalanceError
 from gpipebal.problem.checks import check_flag, check_times, scaled
 from gpipebal.problem.costs import Costs, denominators
@@ -121,7 +121,8 @@ class Problem:
     def _check_parts(self) -> None:
         """Normalise the parts other than the times, or refuse them."""
         n_partitions = self.n_partitions
-        if self.checkpoint != "auto":
+        # An array of modes is equal to no text, but has no truth value either.
+        if not (isinstance(self.checkpoint, str) and self.checkpoint == "auto"):
             check_checkpoint(self.checkpoint)
             modes = modes_of(self.checkpoint, n_partitions)
             one = modes[0] if len(set(modes)) == 1 else modes
@@ -149,7 +150,7 @@ class Problem:
             >>> Problem.from_costs([1, 2, 3, 4], 2).bottleneck((0, 3, 4))
             6
         """
-        costs = tuple(costs)
+        costs = check_list("costs", costs)
         zeros = (0,) * len(costs)
         return cls(costs, zeros, zeros, n_partitions, chunks=1, checkpoint="never")
 
@@ -367,6 +368,8 @@ class Problem:
             BalanceError: they do not.
         """
         n_layers, n_partitions = self.n_layers, self.n_partitions
+        if type(bounds) is not tuple:
+            bounds = tuple(check_whole("bounds", end) for end in check_list("bounds", bounds))
         fits = len(bounds) == n_partitions + 1 and bounds[0] == 0 and bounds[-1] == n_layers
         if not fits or any(start >= end for start, end in pairwise(bounds)):
             even = tuple(j * n_layers // n_partitions for j in range(n_partitions + 1))

@@ -14,9 +14,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from gpipebal.argument_kinds import whole_number
+from gpipebal.argument_kinds import is_list, plain_number, whole_number
 from gpipebal.errors import BalanceError
-from gpipebal.problem.checks import plain_number
 from gpipebal.units import count
 
 __all__ = ["RULE_NAMES", "Rules"]
@@ -50,7 +49,7 @@ class Rules:
 
     def __post_init__(self) -> None:
         for name in ("no_cut", "keep_together", "pin"):
-            if not isinstance(getattr(self, name), Iterable):
+            if not is_list(getattr(self, name)):
                 raise BalanceError(
                     f"{name} is not a list: {name}={getattr(self, name)!r:.60} (expected one of "
                     f"layers, or pairs of them).\nFix: {name}=(), for none."
@@ -198,8 +197,9 @@ class Rules:
             if name not in _LOOSEST or not works(others):
                 continue
             # A looser limit never hurts: the closest one that works lies between the given one,
-            # which does not, and one that every partition keeps.
-            fails, good = getattr(self, name), _LOOSEST[name](n_layers)
+            # which does not (nor one of a layer more than there are), and one that every partition
+            # keeps.
+            fails, good = min(getattr(self, name), n_layers + 1), _LOOSEST[name](n_layers)
             while abs(good - fails) > 1:
                 middle = (fails + good) // 2
                 works_too = works(self._with(name, middle))
@@ -270,7 +270,7 @@ _LOOSEST: Mapping[str, Callable[[int], int]] = {
 def _pairs(name: str, given: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     asked, pairs = tuple(given), []
     for pair in asked:
-        both = () if isinstance(pair, (str, bytes)) or not isinstance(pair, Iterable) else [*pair]
+        both = () if isinstance(pair, bytes) or not is_list(pair) else [*pair]
         pairs.append(tuple(map(_whole, both)))
     if not all(len(pair) == 2 and all(type(each) is int for each in pair) for pair in pairs):
         raise BalanceError(

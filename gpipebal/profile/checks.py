@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
-from gpipebal.argument_kinds import check_kind, check_list, check_mapping
+from gpipebal.argument_kinds import (
+    check_kind,
+    check_list,
+    check_mapping,
+    is_list,
+    plain_number,
+    whole_number,
+)
 from gpipebal.errors import ProfileError
 from gpipebal.profile.layer import (
     LayerProfile,
@@ -67,14 +73,14 @@ def read_columns(rows: object, chunks: object, **columns: Any) -> dict[str, list
         ProfileError: one is not a list, or has an entry of another kind; or a count is below 1.
     """
     for name, given in (("rows", rows), ("chunks", chunks)):
-        if not isinstance(given, Integral) or isinstance(given, bool) or given < 1:
+        if (whole_number(given) or 0) < 1:
             raise _bad_value("profile", name, given, COUNT)
     found: dict[str, list[Any] | None] = {}
     for name, column in columns.items():
         if column is None and name != "forward":
             found[name] = None
             continue
-        if isinstance(column, (str, Mapping)) or not isinstance(column, Iterable):
+        if not is_list(column, in_order=True):
             raise ProfileError(
                 f"costs are not a list: {name}={column!r:.60} (expected one for each layer).\n"
                 "Fix: give a list."
@@ -105,9 +111,10 @@ def _is_text(value: str) -> bool:
 
 def _plain(value: object) -> int | float | None:
     """Return a number of any kind, such as numpy's, as Python's; None if it is not one."""
-    if isinstance(value, Integral) and not isinstance(value, bool):
-        return int(value)
-    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else None
+    number = plain_number(value)
+    # A NaN is a number, which is refused later, with its layer.
+    may_be_nan = isinstance(value, Real) and not isinstance(value, Integral)
+    return number if number == number or may_be_nan else None
 
 
 def check_profile(profile: Profile) -> None:
@@ -285,6 +292,9 @@ def _check_turns(turns: TurnTimes) -> None:
 def _check_layer(layer: LayerProfile, where: str, n_storages: int) -> None:
     if not isinstance(layer.hands_back_given, bool):
         raise _bad_value(where, "hands_back_given", layer.hands_back_given, "true or false")
+    for name in TEXT_FIELDS:
+        if not isinstance(getattr(layer, name), str):
+            raise _bad_value(where, name, getattr(layer, name), "a text")
     for name, whole, may_be_unknown in _NUMBERS:
         value = getattr(layer, name)
         if value is None and may_be_unknown:

@@ -149,7 +149,7 @@ class Profile:
             saved_bytes=saved_bytes,
             output_bytes=output_bytes,
         )
-        rows, chunks = int(rows), int(chunks)
+        rows, chunks = check_whole("rows", rows), check_whole("chunks", chunks)
         times = given["forward"] or []
         usual: dict[str, list[Any]] = {
             "backward": [2 * time for time in times],

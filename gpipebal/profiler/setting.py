@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gpipebal.argument_kinds import whole_number
+from gpipebal.argument_kinds import plain_number, whole_number
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.layers.chain import layers_of as chain_layers_of
 from gpipebal.pipeline.layers.devices import parse_device
 from gpipebal.pipeline.values.microbatch import flatten
-from gpipebal.problem.checks import plain_number
 from gpipebal.profile import Profile
 from gpipebal.profiler.replicas.replica import check_not_lazy
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 
-from gpipebal.argument_kinds import check_list
+from gpipebal.argument_kinds import check_list, plain_number
 from gpipebal.errors import ProfileError
 from gpipebal.plan import Plan
-from gpipebal.problem.checks import plain_number
 
 __all__ = ["Durations", "check_time", "too_large"]
 
@@ -108,7 +107,7 @@ class Durations:
                     "Fix: give one time per partition."
                 )
             for j, (time, number) in enumerate(zip(times, plain, strict=True)):
-                check_time(f"{name}[{j}]", time if math.isnan(number) else number)
+                check_time(f"{name}[{j}]", number if number == number else time)
 
     @property
     def n_partitions(self) -> int:
@@ -249,7 +248,7 @@ def check_time(name: str, time: float) -> None:
         ProfileError: `time` is negative, not finite or not a number.
     """
     number = isinstance(time, int | float) and not isinstance(time, bool)
-    if not number or not math.isfinite(time) or time < 0:
+    if not number or not 0 <= time <= sys.float_info.max:
         raise ProfileError(
             f"time is impossible: {name}={time!r:.60} (expected finite seconds, 0 or more).\n"
             "Fix: correct the value, or profile the model again."

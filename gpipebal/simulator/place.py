@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpipebal.argument_kinds import check_kind, check_mapping
+from gpipebal.argument_kinds import check_kind, check_mapping, plain_number
 from gpipebal.errors import BalanceError
-from gpipebal.problem.checks import check_flag, plain_number
+from gpipebal.problem.checks import check_flag
 from gpipebal.schedule import Order, Schedule
 from gpipebal.schedule.actions import F
 from gpipebal.simulator.durations import Durations, check_time
@@ -91,7 +90,7 @@ def place(
         )
     if pause is not None:
         number = plain_number(pause)
-        check_time("pause", pause if math.isnan(number) else number)
+        check_time("pause", number if number == number else pause)
         pause = number
     if isinstance(schedule, Order) and not late_recompute and can_sweep(schedule, durations, pause):
         starts, ends = sweep(schedule, durations, pause)

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Literal, assert_never
 
-from gpipebal.argument_kinds import check_kind
+from gpipebal.argument_kinds import check_kind, is_word
 from gpipebal.errors import BalanceError
 from gpipebal.objectives import Objective, TimeObjective, check_objective
 from gpipebal.problem import Problem, to_balance
@@ -223,7 +223,7 @@ def check_method(problem: Problem, objective: Objective, method: str) -> str:
     """
     selected = select_method(problem, objective)
     applies = applicable(problem, objective, selected)
-    if method not in ("auto", *applies):
+    if not is_word(method, "auto", *applies):
         raise BalanceError(
             f"method does not solve this problem: method={method!r:.60} (expected 'auto' or "
             f"{' or '.join(map(repr, applies))} for objective={objective!r}, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import InfeasibleError
 from gpipebal.problem import Problem, Rules
 from gpipebal.solvers.sets.levels import Levels, in_order_if_large
@@ -35,6 +36,7 @@ def explain_infeasible(problem: Problem) -> InfeasibleError:
         partition 1 does not fit its device: memory_limit=30 (expected 80 or more, in the split that lacks least: layers 1 to 1 need 80 B, the limit is 30 B).
         Fix: checkpoint='auto'; or checkpoint='except_last'; or checkpoint='always'; or 50 B more on every device (memory_limit=80).
     """  # noqa: E501
+    check_kind("problem", problem, Problem, "problem = Problem(forward, backward, recompute, n)")
     problem = in_order_if_large(problem)
     short = least_shortage(problem) if problem.is_limited else None
     helps = [name for name, other in _changes(problem) if _has_split(other)]

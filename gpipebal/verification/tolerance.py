@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gpipebal.argument_kinds import plain_number
 from gpipebal.errors import BalanceError
-from gpipebal.problem.checks import plain_number
 
 __all__ = ["Distance", "Tolerance", "alike", "distance", "has_fractions", "is_plain", "largest"]
 

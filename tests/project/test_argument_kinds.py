@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -29,7 +32,7 @@ from gpipebal.plots import (
     plot_timelines,
     save_figure,
 )
-from gpipebal.problem import links_of, to_bounds
+from gpipebal.problem import Problem, links_of, to_bounds
 from gpipebal.schedule import (
     gpipe_schedule,
     read_torch_csv,
@@ -39,7 +42,7 @@ from gpipebal.schedule import (
 )
 from gpipebal.side_by_side import set_side_by_side
 from gpipebal.simulator import Durations, durations_of, held_of, memory_over_time, place
-from gpipebal.solvers import iter_best_splits, select_method, split
+from gpipebal.solvers import explain_infeasible, iter_best_splits, select_method, split
 from gpipebal.tables import profile_table
 from gpipebal.timeline import outline
 
@@ -220,6 +223,101 @@ def test_the_path_of_a_file_is_loaded(tmp_path: Path) -> None:
         names: dict[str, Any] = {}
         exec(fix, {"Profile": gb.Profile}, names)
         assert names["profile"] == PROFILE
+
+
+#: Values whose comparisons, conversions or iterations raise.
+ODD: dict[str, Any] = {
+    "an array": np.array([2, 2]),
+    "an array of texts": np.array(["never", "never"]),
+    "an array of one number": np.array(2),
+    "a masked array": np.ma.array([2, 2], mask=[False, True]),
+    "a dtype": np.float32,
+    "a time span": np.timedelta64(5, "s"),
+    "nothing of pandas": pd.NA,
+    "a table": pd.DataFrame({"a": [2, 2]}),
+    "a tensor": torch.tensor([2.0, 2.0]),
+    "a tensor of one number": torch.tensor(2),
+    "a tensor without values": torch.empty(2, device="meta"),
+    "a sparse tensor": torch.eye(2).to_sparse(),
+    "a large number": 10**400,
+    "a large negative number": -(10**400),
+    "a large fraction": Fraction(10**400),
+    "a small fraction": Fraction(1, 10**400),
+}
+
+#: Calls with a value of any kind.
+CALLS: dict[str, Any] = {
+    **{
+        f"{name} of solve": lambda it, name=name: gb.solve(PROFILE, 2, **{name: it})
+        for name in (
+            *("chunks", "checkpoint", "schedule", "objective", "devices", "any_order", "reserve"),
+            *("memory_limit", "link", "pin", "keep_together", "no_cut", "max_layers", "min_layers"),
+            *("quantile", "method", "time_limit", "loss_inside", "cost"),
+        )
+    },
+    "devices of solve, one each": lambda it: gb.solve(PROFILE, 2, devices=[1, it]),
+    "memory_limit of solve, one each": lambda it: gb.solve(PROFILE, 2, memory_limit=[9**9, it]),
+    "cost of solve, what it returns": lambda it: gb.solve(PROFILE, 2, cost=lambda *run: it),
+    "objective of solve_grid": lambda it: gb.solve_grid(PROFILE, 2, objective=it),
+    "chunks of solve_grid": lambda it: gb.solve_grid(PROFILE, 2, chunks=it),
+    "min_layers of solve_grid": lambda it: gb.solve_grid(PROFILE, 2, min_layers=it),
+    "balance of evaluate": lambda it: gb.evaluate(PROFILE, it),
+    "patience of compare_rules": lambda it: gb.compare_rules(PROFILE, PLAN, patience=it),
+    "latency of compare_schedules": lambda it: gb.compare_schedules(PROFILE, 1, latency=it),
+    "checkpoint of compare_schedules": lambda it: gb.compare_schedules(PROFILE, 1, checkpoint=it),
+    "costs of balance_cost": lambda it: gb.balance_cost(it, 1),
+    "pause of simulate": lambda it: gb.simulate(PLAN, pause=it),
+    "slowness of Device": gb.Device,
+    "latency of Link": lambda it: gb.solve(PROFILE, 2, link=gb.Link(1e9, it)),
+    "no_cut of Rules": lambda it: gb.Rules(no_cut=it),
+    "keep_together of Rules": lambda it: gb.Rules(keep_together=[it]),
+    "pin of Rules": lambda it: gb.Rules(pin=it),
+    "memory of PartitionPlan": lambda it: replace(
+        PLAN, partitions=[replace(part, memory=it) for part in PLAN.partitions]
+    ),
+    "costs of Problem": lambda it: Problem.from_costs(it, 1),
+    "checkpoint of Problem": lambda it: Problem([1], [1], [1], 1, checkpoint=it),
+    "bounds of a makespan": lambda it: Problem([1], [1], [1], 1).makespan(it),
+    "method of split": lambda it: split(Problem.from_costs([1], 1), method=it),
+    "problem of explain_infeasible": explain_infeasible,
+    "forward of from_costs": gb.Profile.from_costs,
+    "forward of from_costs, one each": lambda it: gb.Profile.from_costs([1, it]),
+    "rows of from_costs": lambda it: gb.Profile.from_costs([1], rows=it),
+    "name of a layer": lambda it: replace(
+        PROFILE, layers=[replace(layer, name=it) for layer in PROFILE.layers]
+    ).to_dict(),
+    "lower_bound of a plan": lambda it: PLAN.with_bound(it).to_dict(),
+    "balance of GPipe": lambda it: gb.GPipe(MODEL, it),
+    "chunks of GPipe": lambda it: gb.GPipe(MODEL, [1, 1], chunks=it),
+    "checkpoint of GPipe": lambda it: gb.GPipe(MODEL, [1, 1], checkpoint=it),
+    "timeout of GPipe": lambda it: gb.GPipe(MODEL, [1, 1], timeout=it),
+    "devices of GPipe": lambda it: gb.GPipe(MODEL, [1, 1], devices=[it, it]),
+    "reduction of step": lambda it: PIPE.step(torch.ones(2, 4), loss_fn=torch.sum, reduction=it),
+    "keywords of step": lambda it: PIPE.step(torch.ones(2, 4), loss_fn=torch.sum, keywords=it),
+}
+
+
+@pytest.mark.parametrize("kind", [set, dict.fromkeys])
+def test_what_has_no_order_is_no_balance_and_no_list_of_devices(kind: Any) -> None:
+    """Though it can be gone through."""
+    for call in (
+        lambda it: gb.GPipe(nn.Sequential(*MODEL, nn.ReLU()), it),
+        lambda it: gb.evaluate(PROFILE, it),
+        lambda it: gb.balance_cost(it, 1),
+        lambda it: gb.solve(PROFILE, 2, devices=it),
+    ):
+        with pytest.raises(gb.GpipebalError, match=r"not a list.*\nFix: "):
+            call(kind([1, 2]))
+
+
+@pytest.mark.parametrize("what", CALLS)
+@pytest.mark.parametrize("odd", ODD)
+def test_a_value_of_any_kind_is_taken_or_refused(what: str, odd: str) -> None:
+    """With one error of our own, however the value behaves."""
+    try:
+        CALLS[what](ODD[odd])
+    except gb.GpipebalError as error:
+        assert "\nFix: " in str(error)
 
 
 #: Calls with a noun in the place of another argument.

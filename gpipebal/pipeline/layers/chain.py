@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from gpipebal.argument_kinds import is_list
 from gpipebal.errors import BalanceError, ModelError, PipelineError
 from gpipebal.pipeline.layers.container import Container
 from gpipebal.pipeline.layers.own import own_forward
@@ -102,21 +103,20 @@ def check_balance(balance: Iterable[int] | None, n_layers: int) -> list[int]:
     )
     if balance is None:
         raise BalanceError(f"balance is required: balance=None (expected a list).\n{advice}")
-    if isinstance(balance, Plan) or not isinstance(balance, Iterable) or isinstance(balance, str):
+    if isinstance(balance, Plan) or not is_list(balance, in_order=True):
         way = "Fix: GPipe.from_plan(model, plan)." if isinstance(balance, Plan) else advice
         raise BalanceError(
             f"balance is not a list of numbers of layers: type(balance)={type(balance).__name__} "
             f"(expected a list).\n{way}"
         )
-    sizes = list(balance)
-    for size in sizes:
-        try:
-            check_count("balance", size)
-        except BalanceError:
-            raise BalanceError(
-                f"balance has an impossible entry: balance={sizes} (expected whole numbers of 1 "
-                f"or more).\n{advice}"
-            ) from None
+    given = list(balance)
+    try:
+        sizes = [check_count("balance", size) for size in given]
+    except BalanceError:
+        raise BalanceError(
+            f"balance has an impossible entry: balance={given} (expected whole numbers of 1 or "
+            f"more).\n{advice}"
+        ) from None
     if not n_layers and sizes:
         raise BalanceError(
             f"module has no layers: balance={sizes} (expected []).\nFix: give it layers."
@@ -126,7 +126,7 @@ def check_balance(balance: Iterable[int] | None, n_layers: int) -> list[int]:
             f"balance does not fit the module: sum({sizes})={sum(sizes)} (expected {n_layers}, "
             f"the number of layers).\n{advice}"
         )
-    return [int(size) for size in sizes]
+    return sizes
 
 
 def check_number(n_layers: int, balance: list[int]) -> None:

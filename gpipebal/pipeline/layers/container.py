@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
+from gpipebal.argument_kinds import is_word, plain_number
 from gpipebal.errors import BalanceError, ModelError, PipelineError
 from gpipebal.pipeline.layers.old_keys import strip_partitions, with_stripped_versions
 from gpipebal.pipeline.layers.proxy import Proxy
@@ -133,7 +134,7 @@ class Container(nn.Module):
                 f"{name} of a pipeline cannot be changed: {name}={value!r}.\n"
                 f"Fix: make another pipeline of the same layers, GPipe(..., {name}=...)."
             )
-        if name in ("chunks", "checkpoint") and value == "auto":
+        if name in ("chunks", "checkpoint") and is_word(value, "auto"):
             raise BalanceError(
                 f"{name} of a pipeline is not chosen by itself: {name}='auto' (expected "
                 f"{_EXPECTED[name]}).\n"
@@ -150,7 +151,7 @@ class Container(nn.Module):
         elif name == "schedule":
             value = check_schedule(value)
         elif name == "timeout":
-            _check_timeout(value)
+            value = _check_timeout(value)
         object.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -308,13 +309,13 @@ class _View(nn.Sequential):
     register_backward_hook = _deny_hooks
 
 
-def _check_timeout(timeout: object) -> None:
-    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    if timeout is not None and not (number and 0 < timeout <= threading.TIMEOUT_MAX):  # type: ignore[operator]
+def _check_timeout(timeout: object) -> float | None:
+    if timeout is not None and not 0 < plain_number(timeout) <= threading.TIMEOUT_MAX:
         raise BalanceError(
             f"timeout is not a time: timeout={timeout!r:.60} (expected finite seconds above 0).\n"
             "Fix: timeout=None to wait for ever."
         )
+    return None if timeout is None else plain_number(timeout)
 
 
 def _moving_denied() -> ModelError:

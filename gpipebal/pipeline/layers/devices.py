@@ -68,9 +68,9 @@ def parse_device(device: torch.device | str | int) -> torch.device:
     try:
         # A bare number is read by torch as a device of a kind that the machine may not have.
         parsed = torch.device("cuda", device) if type(device) is int else torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:  # torch's own, of huge numbers too
         raise DeviceError(
-            f"device is not readable: device={device!r} (expected 'cpu', 'cuda' or 'cuda:0').\n"
+            f"device is not readable: device={device!r:.60} (expected 'cpu', 'cuda' or 'cuda:0').\n"
             "Fix: device='cpu'."
         ) from error
     if parsed.type not in ("cpu", "cuda"):

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from gpipebal.argument_kinds import is_word
 from gpipebal.errors import BalanceError, ModelError, PipelineError
 from gpipebal.pipeline.layers.buffers import BuffersOfRun, Copies, Kept
 from gpipebal.pipeline.layers.cached_weights import forget_cached_weights
@@ -62,9 +63,10 @@ class MicroBatchLoss:
         pipe: nn.Module,
         before_last: Sequence[nn.Module],
     ) -> None:
-        if reduction not in ("mean", "sum"):
+        if not is_word(reduction, "mean", "sum"):
             raise BalanceError(
-                f"reduction does not exist: reduction={reduction!r} (expected 'mean' or 'sum').\n"
+                f"reduction does not exist: reduction={reduction!r:.60} (expected 'mean' or 'sum')."
+                "\n"
                 "Fix: reduction='mean' if loss_fn takes the mean over its rows, 'sum' if it adds "
                 "them up."
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpipebal.argument_kinds import check_options, of_array
+from gpipebal.argument_kinds import check_options, is_word, of_array
 from gpipebal.errors import BalanceError
 from gpipebal.plan.checks import check_chunks
 from gpipebal.planner.question import Options, ask
@@ -56,9 +56,10 @@ def check_applies(options: Options) -> None:
         asked = given.get(name, value)
         if name == "schedule":
             asked = check_known_schedule(asked)
-        if asked != value:
+        if not is_word(asked, value):
             raise BalanceError(
-                f"option does not apply to a grid: {name}={given[name]!r} (expected {value!r}).\n"
+                f"option does not apply to a grid: {name}={given[name]!r:.60} (expected "
+                f"{value!r}).\n"
                 f"Fix: {name}={value!r}."
             )
 
@@ -72,7 +73,7 @@ def checked_options(profile: Profile, options: Options) -> Options:
     """
     chunks: Any = of_array(options.get("chunks"))
     first = chunks[:1] if isinstance(chunks, (list, tuple, range)) else chunks
-    question = ask(profile, 1, {**options, "chunks": None if first == "auto" else first})
+    question = ask(profile, 1, {**options, "chunks": None if is_word(first, "auto") else first})
     if isinstance(chunks, (list, tuple, range)):
         chunks = tuple(map(check_chunks, chunks))
     # Rules that are given as iterators can be gone through only once.

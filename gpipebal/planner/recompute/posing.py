@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from gpipebal.argument_kinds import is_list
 from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
 from gpipebal.planner.devices import DeviceCosts
@@ -53,7 +54,7 @@ def posed_again(
         reserve = 0
     elif isinstance(limits, tuple):
         limits = tuple(limits[k] for k in plan.places)
-    if isinstance(devices, Iterable) and not isinstance(devices, str):
+    if devices is not None and is_list(devices, in_order=True):
         devices = list(devices)
         if len(devices) == plan.n_partitions:
             devices = [devices[k] for k in plan.places]
