@@ -247,7 +247,7 @@ def check_path(path: object) -> Path:
     Raises:
         KindError: it is neither a text nor an `os.PathLike`, or no system has such a name.
     """
-    if not isinstance(path, (str, os.PathLike)):
+    if not isinstance(path, (str, os.PathLike)) or isinstance(os.fspath(path), bytes):
         raise KindError(
             f"path is not a path: type(path)={type(path).__name__} (expected a str or a Path).\n"
             "Fix: give the name of a file."

@@ -8,13 +8,13 @@ program reaches a part of these rates, large matrices about two thirds, small op
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
+from gpipebal.argument_kinds import is_word, plain_number
 from gpipebal.errors import DeviceError
 
 __all__ = ["RATES", "DeviceRates", "find_rates"]
@@ -63,7 +63,7 @@ class DeviceRates:
     has_flash: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.device_type not in DEVICE_TYPES:
+        if not is_word(self.device_type, *DEVICE_TYPES):
             raise DeviceError(
                 f"rates of {self.name!r} are for an unknown kind of device: "
                 f"device_type={self.device_type!r} (expected 'cuda' or 'cpu').\n"
@@ -113,9 +113,8 @@ class DeviceRates:
             object.__setattr__(self, name, value)
 
     def _check(self, name: str, value: object, rule: str) -> None:
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        number = float(value) if is_number else math.nan  # type: ignore[arg-type]
-        if not math.isfinite(number) or number < 0 or (rule == "above 0" and not number):
+        number = plain_number(value)
+        if not 0 <= number <= sys.float_info.max or (rule == "above 0" and not number):
             raise DeviceError(
                 f"rates of {self.name!r} are impossible: {name}={value!r:.60} (expected a finite "
                 f"number {rule}).\nFix: give operations and bytes per second, such as 1e12."

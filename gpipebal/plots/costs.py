@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
-from gpipebal.argument_kinds import check_kind
+from gpipebal.argument_kinds import check_kind, is_word
 from gpipebal.errors import ProfileError, UsageError
 from gpipebal.plan import Plan
 from gpipebal.plots.axes import (
@@ -276,13 +276,13 @@ def _inks(parts: dict[str, float], colour: Colour, depth: float, ink: Any) -> se
 
 def _layer_costs(profile: Profile, by: str, *, recomputes: bool) -> dict[str, Sequence[float]]:
     """Return what each layer costs, by kind, in the order in which the bars are stacked."""
-    if by == "time":
+    if is_word(by, "time"):
         kinds: dict[str, Sequence[float]] = {"F": [layer.forward_time for layer in profile.layers]}
         if recomputes:
             kinds["R"] = [layer.recompute_time for layer in profile.layers]
         kinds["B"] = [layer.backward_time for layer in profile.layers]
         return kinds
-    if by == "memory":
+    if is_word(by, "memory"):
         kept = [
             layer.parameter_bytes
             + layer.gradient_bytes

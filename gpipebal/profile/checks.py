@@ -247,6 +247,10 @@ def _check_step(profile: Profile, n_storages: int) -> None:
     if not isinstance(step.optimizer_together, bool):
         value = step.optimizer_together
         raise _bad_value("step", "optimizer_together", value, "true or false")
+    parts = {"side_by_side": SideBySide, "turns": TurnTimes}
+    for name, kind in {**parts, "loss": LayerProfile, "whole_loss": LayerProfile}.items():
+        if getattr(step, name) is not None:
+            check_kind(f"step.{name}", getattr(step, name), kind)
     if step.side_by_side is not None:
         _check_side_by_side(step.side_by_side)
     if step.turns is not None:

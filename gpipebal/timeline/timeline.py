@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from gpipebal.argument_kinds import check_index, check_list, check_mapping, check_whole
+from gpipebal.argument_kinds import check_index, check_list, check_mapping, check_whole, is_word
 from gpipebal.errors import KindError, ProfileError
 from gpipebal.files import read_noun, write_record
 from gpipebal.html import timeline_html
@@ -163,9 +163,9 @@ class Timeline:
                 f"n_partitions={self.n_partitions!r} (expected 1..{MOST_PARTITIONS}).\n"
                 "Fix: give the number of partitions."
             )
-        if self.source not in SOURCES:
+        if not is_word(self.source, *SOURCES):
             raise ProfileError(
-                f"timeline has an unknown source: source={self.source!r} "
+                f"timeline has an unknown source: source={self.source!r:.60} "
                 f"(expected one of {', '.join(map(repr, SOURCES))}).\nFix: source='measured'."
             )
         self._check_devices()

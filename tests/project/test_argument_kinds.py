@@ -286,6 +286,14 @@ CALLS: dict[str, Any] = {
     "name of a layer": lambda it: replace(
         PROFILE, layers=[replace(layer, name=it) for layer in PROFILE.layers]
     ).to_dict(),
+    "loss of a step": lambda it: replace(PROFILE, step=replace(PROFILE.step, loss=it)),
+    "turns of a step": lambda it: replace(PROFILE, step=replace(PROFILE.step, turns=it)),
+    "source of Timeline": lambda it: gb.Timeline((), 1, source=it),
+    "by of plot_profile": lambda it: plot_profile(PROFILE, by=it),
+    "bandwidth of DeviceRates": lambda it: gb.DeviceRates("mine", {"float32": 1e12}, it),
+    "device_type of DeviceRates": lambda it: gb.DeviceRates(
+        "mine", {"float32": 1e12}, 1e11, device_type=it
+    ),
     "lower_bound of a plan": lambda it: PLAN.with_bound(it).to_dict(),
     "balance of GPipe": lambda it: gb.GPipe(MODEL, it),
     "chunks of GPipe": lambda it: gb.GPipe(MODEL, [1, 1], chunks=it),
