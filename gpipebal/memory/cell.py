@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from gpipebal.memory.gradients import RunGradients
 from gpipebal.memory.layer_peaks import (
-    backward_peak,
     chained_peak,
     copied,
     first_forward_peak,
     forward_peak,
     uncopied_peak,
 )
-from gpipebal.memory.skips import InnerSkips
 from gpipebal.memory.ties import Ties
 from gpipebal.profile import LayerProfile, Profile, SkipProfile
 
@@ -195,35 +194,40 @@ class Cell:
         """
         found: list[Storages] = []
         given: Storages = self.received
-        stashed: set[int] = set()
-        for k, layer in enumerate(self.layers):
-            found.append(given | stashed)
+        popped: dict[int, set[int]] = {}
+        stashed: dict[int, set[int]] = {}
+        for skip in self.profile.skips:
+            if skip.source != skip.destination:
+                popped.setdefault(skip.destination, set()).update(skip.storages)
+                stashed.setdefault(skip.source, set()).update(skip.storages)
+        waiting: set[int] = set()
+        for k, layer in enumerate(self.layers, start=self.first):
+            found.append(given | waiting)
             given = frozenset(layer.outputs)
-            stashed.difference_update(*self._inner.popped(k))
-            stashed.update(*self._inner.stashed(k))
+            waiting -= popped.get(k, set())
+            waiting |= stashed.get(k, set())
         return found
 
     @cached_property
-    def handed_through(self) -> Sequence[Storages]:
-        """For each layer, the storages that are handed through from it to the end; then the end's.
+    def copied_inputs(self) -> Sequence[tuple[int, int]]:
+        """Copies of its input, made before its layers run, because a later one writes to them.
 
-        Those of a loss inside do not count: its gradient is that of a single number.
+        For each, the place of the layer that writes to it first, and its bytes. What the first
+        layer writes to belongs to that layer's own peak.
         """
-        found = [self.outputs if self.loss is None else frozenset()]
-        for layer in reversed(self.layers):
-            found.append(found[-1].intersection(layer.handed_through))
-        return found[::-1]
+        writes: dict[int, int] = {}
+        for k in reversed(range(len(self.own_layers))):
+            writes.update(dict.fromkeys(self.received.intersection(self.own_layers[k].written), k))
+        return [(k, self.profile.bytes_of([storage])) for storage, k in writes.items() if k]
 
     @cached_property
-    def from_start(self) -> Sequence[bool]:
-        """For each layer, whether its gradient is, or is in, what the cell's backward starts from.
+    def handed_through(self) -> Storages:
+        """Storages that all of its layers hand through.
 
-        A loss inside starts from a single number.
+        With a loss inside there are none: its gradient is that of a single number.
         """
-        found = [self.loss is None]
-        for layer in reversed(self.layers[1:]):
-            found.append(found[-1] and layer.hands_back_given)
-        return found[::-1]
+        found = self.outputs if self.loss is None else frozenset()
+        return found.intersection(*(layer.handed_through for layer in self.layers))
 
     @cached_property
     def all_gradients(self) -> int:
@@ -287,10 +291,15 @@ class Cell:
             peak = forward_peak(layer, records)
             if not k:
                 peak = first_forward_peak(self.profile, self.first, layer, records)
+            peak += self.copies_until(k)
             yield Moment(held, gradients, self.bytes_of(alive - seen) + peak)
             if records:
                 held += self.bytes_of(frozenset(layer.saved) - seen)
                 seen.update(layer.saved)
+
+    def copies_until(self, k: int) -> int:
+        """Return the bytes of copies of its input that exist while its layer k runs forward."""
+        return sum(n_bytes for writer, n_bytes in self.copied_inputs if k <= writer)
 
     def kept_of(self, chunks: int, *, again: bool = False) -> Storages:
         """Return the storages of outputs that outlive their graphs because the caller has them.
@@ -330,46 +339,28 @@ class Cell:
         # loss, a single number.
         last = self.end - 1
         started_from = 0 if self.is_last else self.profile.gradients_into(last)
-        further = self.profile.further_gradients(last) if self.loss is None else 0
         started_from += sum(self.gradient_of(frozenset(s.storages)) for s in self.outgoing)
         gradients = self.all_gradients if gradients_exist else 0
         # What is handed through the whole cell is copied when its backward begins.
-        copies = copied(self.layers[0], gradients_exist) if self.handed_through[0] else 0
-        flowing = waits = 0
+        copies = copied(self.layers[0], gradients_exist) if self.handed_through else 0
         for k in reversed(range(len(self.layers))):
             layer = self.layers[k]
-            transient = started_from + flowing + waits + (copies if k else 0)
+            transient = started_from + self._gradients.living(k) + (copies if k else 0)
             transient += self.backward_peak(k, layer, gradients_exist)
             summed, waiting = self.ties.beside(k, gradients_exist)
             yield Moment(held_up_to[k], gradients + waiting, transient + summed)
             if not gradients_exist:
                 gradients += layer.gradient_bytes - self.ties.counted_before(k)
-            waits += self._inner.begins_to_wait(k) - self._inner.waited_for(k)
-            # What is handed through to the end comes back as what the backward started from.
-            if k:
-                into = self.layers[k - 1]
-                flowing = self.gradient_of(frozenset(into.outputs) - self.handed_through[k])
-                # Further gradients too, as far as every later layer has as many.
-                own = self.profile.further_gradients(self.first + k - 1)
-                further = min(further, own) if self.handed_through[k] else 0
-                flowing += own - further
-                if not self.handed_through[k]:
-                    flowing += into.excess_gradient_bytes + self._inner.value_gradient(k)[0]
-                if self.from_start[k - 1]:
-                    flowing = 0
 
     def backward_peak(self, k: int, layer: LayerProfile, gradients_exist: bool) -> int:
         """Return the largest memory of a layer's backward in this cell, in the place of layer k."""
+        peak = uncopied_peak(layer, gradients_exist)
+        if k + 1 < len(self.layers):
+            peak = min(peak, chained_peak(layer, gradients_exist) + self._gradients.kept(k))
         # What is handed through is copied only where it goes through the whole cell.
-        if not k and self.handed_through[0]:
-            return backward_peak(layer, gradients_exist)
-        # What the backward of the cell started from is not freed.
-        begins = k + 1 == len(self.layers) or self.handed_through[k + 1] or self.from_start[k]
-        stays = any(skip.source == self.first + k for skip in self.outgoing)
-        if begins or stays or self._inner.value_gradient(k + 1)[1]:
-            return uncopied_peak(layer, gradients_exist)
-        return chained_peak(layer, gradients_exist)
+        return peak if k or not self.handed_through else peak + copied(layer, gradients_exist)
 
     @cached_property
-    def _inner(self) -> InnerSkips:
-        return InnerSkips(self.profile, self.first, self.end, self.from_start)
+    def _gradients(self) -> RunGradients:
+        has_loss = self.loss is not None
+        return RunGradients(self.profile, self.first, self.end, has_loss=has_loss)

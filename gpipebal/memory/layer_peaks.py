@@ -10,7 +10,6 @@ __all__ = [
     "copied",
     "first_forward_peak",
     "forward_peak",
-    "freed",
     "uncopied_peak",
 ]
 
@@ -63,8 +62,3 @@ def chained_peak(layer: LayerProfile, gradients_exist: bool) -> int:
     exist = layer.chained_accumulating_peak_bytes if gradients_exist else None
     known = layer.chained_peak_bytes if exist is None else exist
     return uncopied_peak(layer, gradients_exist) if known is None else known
-
-
-def freed(layer: LayerProfile, gradients_exist: bool) -> int:
-    """Return how much less `chained_peak` is than if the backward frees nothing it is given."""
-    return uncopied_peak(layer, gradients_exist) - chained_peak(layer, gradients_exist)

@@ -45,7 +45,7 @@ LIST_FIELDS = (
 )
 #: Fields of a layer that are texts, and those that name storages.
 TEXT_FIELDS = ("name", "kind", "fingerprint")
-STORAGE_FIELDS = ("outputs", "saved", "handed_through")
+STORAGE_FIELDS = ("outputs", "saved", "handed_through", "gradient_storages", "written")
 _STEP_TIMES = (
     "gather_time",
     "optimizer_time",
@@ -57,7 +57,7 @@ _STEP_TIMES = (
 _NUMBERS = [
     (field.name, field.name == "flops" or field.name.endswith("_bytes"), field.default is None)
     for field in fields(LayerProfile)
-    if field.name not in (*TEXT_FIELDS, *STORAGE_FIELDS, "hands_back_given")
+    if field.name not in (*TEXT_FIELDS, *STORAGE_FIELDS)
 ]
 
 
@@ -186,10 +186,6 @@ def _check_skip(skip: SkipProfile, n_layers: int, n_storages: int) -> None:
     where = f"skip connection {skip.name!r}"
     for storage in (*skip.storages, *(skip.gradient_storages or ())):
         _check_storage(storage, n_storages, where)
-    if not _is_quantity(skip.value_gradient_bytes, whole=True):
-        raise _bad_value(where, "value_gradient_bytes", skip.value_gradient_bytes, SIZE)
-    if not isinstance(skip.gradient_is_given, bool):
-        raise _bad_value(where, "gradient_is_given", skip.gradient_is_given, "true or false")
 
 
 def _check_tie(tie: TieProfile, n_layers: int) -> None:
@@ -294,8 +290,6 @@ def _check_turns(turns: TurnTimes) -> None:
 
 
 def _check_layer(layer: LayerProfile, where: str, n_storages: int) -> None:
-    if not isinstance(layer.hands_back_given, bool):
-        raise _bad_value(where, "hands_back_given", layer.hands_back_given, "true or false")
     for name in TEXT_FIELDS:
         if not isinstance(getattr(layer, name), str):
             raise _bad_value(where, name, getattr(layer, name), "a text")
@@ -307,7 +301,7 @@ def _check_layer(layer: LayerProfile, where: str, n_storages: int) -> None:
             expected = SIZE if name.endswith("_bytes") else WHOLE if whole else NUMBER
             raise _bad_value(where, name, value, expected)
     for name in STORAGE_FIELDS:
-        for storage in getattr(layer, name):
+        for storage in getattr(layer, name) or ():
             _check_storage(storage, n_storages, where)
 
 

@@ -54,15 +54,16 @@ class LayerProfile:
             without skip connections: more than the output's storages have where a tensor is output
             twice, fewer where it is a part of a larger one; None: not known, take the bytes of
             those storages that have a gradient.
-        excess_gradient_bytes: How much more than their own bytes these gradients hold if the next
-            layer is in the same partition: its backward may make one gradient and hand back a part
-            of it, as that of a concatenation does.
-        hands_back_given: Whether the gradients of its input value are those that its backward is
-            given, or parts of them, in the same memory.
+        gradient_storages: Storages that the gradients hold that its backward is given for its
+            output, if the next layer is in the same partition: those of larger gradients, where
+            they are parts of these, and the same as those of the next layer, as far as that hands
+            on what it is given. None: not known, take memory of its own for each.
         forward_peak_bytes: Largest memory during its forward beyond what existed at its start; this
             includes its outputs and what it saves.
         no_grad_forward_peak_bytes: The same for a forward without a graph; None: not known, take
             `forward_peak_bytes`.
+        written: Storages of its inputs that its forward writes to: a partition that is given them
+            copies these first.
         written_input_bytes: Bytes of copies of those of its inputs that its forward writes to: a
             partition that begins with it makes these first. None: not known, take what the forward
             leaves and was not given for all that it needs there, if that is more than its peak.
@@ -71,7 +72,7 @@ class LayerProfile:
         accumulating_peak_bytes: The same for a backward that adds to gradients which exist
             already; None: not known, take `backward_peak_bytes`.
         chained_peak_bytes: Like `backward_peak_bytes`, where another layer of the partition comes
-            after it: what the backward is given is freed once it is used, with its excess, and no
+            after it: what the backward is given is freed once it is used, with all it holds, and no
             copies are made of what is handed through; None: not known, take `backward_peak_bytes`
             without `copied_bytes`.
         chained_accumulating_peak_bytes: Like `chained_peak_bytes`, for a backward that adds to
@@ -107,10 +108,10 @@ class LayerProfile:
     handed_through: tuple[int, ...] = ()
     output_bytes: int = 0
     output_gradient_bytes: int | None = None
-    excess_gradient_bytes: int = 0
-    hands_back_given: bool = False
+    gradient_storages: tuple[int, ...] | None = None
     forward_peak_bytes: int = 0
     no_grad_forward_peak_bytes: int | None = None
+    written: tuple[int, ...] = ()
     written_input_bytes: int | None = None
     backward_peak_bytes: int = 0
     accumulating_peak_bytes: int | None = None
@@ -122,7 +123,9 @@ class LayerProfile:
     fingerprint: str = ""
 
     def __post_init__(self) -> None:
-        keep_as_tuples(self, "outputs", "saved", "handed_through")
+        keep_as_tuples(self, "outputs", "saved", "handed_through", "written")
+        if self.gradient_storages is not None:
+            keep_as_tuples(self, "gradient_storages")
 
     @property
     def time(self) -> float:
@@ -141,9 +144,8 @@ class SkipProfile:
         storages: Storages of its tensors (indices into `Profile.storages`).
         gradient_storages: Storages that its gradient holds while it waits for the layer that
             stashed it, in the same partition: that of a larger gradient, where it is a part of
-            one; None: not known, take the bytes of those of `storages` that have a gradient.
-        gradient_is_given: Whether this is memory of the gradients that the popping layer is given.
-        value_gradient_bytes: Bytes of the gradient of the popping layer's value that are in it too.
+            one, which others may hold too; None: not known, take the bytes of those of `storages`
+            that have a gradient.
     """
 
     name: str
@@ -151,8 +153,6 @@ class SkipProfile:
     destination: int
     storages: tuple[int, ...] = ()
     gradient_storages: tuple[int, ...] | None = None
-    gradient_is_given: bool = False
-    value_gradient_bytes: int = 0
 
     def __post_init__(self) -> None:
         keep_as_tuples(self, "storages")

@@ -13,6 +13,7 @@ from gpipebal.errors import KindError, ProfileError
 from gpipebal.files import read_noun, write_record
 from gpipebal.html import profile_html
 from gpipebal.profile.checks import LIST_FIELDS, STORAGE_FIELDS, check_profile, read_columns
+from gpipebal.profile.gradients import GradientFlow, find_flow
 from gpipebal.profile.layer import LayerProfile, SkipProfile, StepTerms, TieProfile
 from gpipebal.profile.match import ProfileMatch, match_profile
 from gpipebal.profile.record import FORMAT, VERSION, parts_of, record_of
@@ -249,6 +250,11 @@ class Profile:
     def with_gradient(self, storages: Iterable[int]) -> frozenset[int]:
         """Return those of some storages that a gradient goes back through."""
         return frozenset(storages) - self._without_gradient
+
+    @cached_property
+    def gradient_flow(self) -> GradientFlow:
+        """Memory of all gradients on their way back."""
+        return find_flow(self)
 
     @cached_property
     def n_frozen(self) -> int:

@@ -6,14 +6,15 @@ connections and other sizes), version 2 (without the results of a trial as a pip
 version 4 (without copies of buffers, and without how partitions side by side slow each other down),
 version 5 (without the bytes of gradients between layers), version 6 (without inputs that all
 micro-batches have in common), version 7 (without turns), version 8 (without the turns of first
-cells), version 9 (without what gradients hold that are parts of larger ones) and version 10
-(without the bytes of inputs that layers write to). What they do not tell is unknown, so that every
-storage between layers is taken to have a gradient.
+cells), version 9 (without what gradients hold that are parts of larger ones), version 10 (without
+the bytes of inputs that layers write to) and version 11 (without what gradients have in common, and
+which inputs are written to). What they do not tell is unknown, so that every storage between layers
+is taken to have a gradient, in memory of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -44,7 +45,15 @@ if TYPE_CHECKING:
 __all__ = ["FORMAT", "VERSION", "parts_of", "record_of"]
 
 FORMAT = "gpipebal-profile"
-VERSION = 11
+VERSION = 12
+
+#: Fields of layers and skips up to version 11.
+_TOLD_ALONE = (
+    "excess_gradient_bytes",
+    "hands_back_given",
+    "gradient_is_given",
+    "value_gradient_bytes",
+)
 
 _Profile = TypeVar("_Profile", bound="Profile")
 _Part = TypeVar("_Part")
@@ -148,7 +157,9 @@ def _turns(record: Any, where: str) -> TurnTimes:
 def _layer(record: Any, where: str) -> LayerProfile:
     content = fields_of(record, where, LayerProfile, also=("saved", "outputs"))
     for name in STORAGE_FIELDS:
-        content[name] = tuple_of(content.get(name, ()), path_in(where, name))
+        is_unknown = name == "gradient_storages" and content.get(name) is None
+        if name in content and not is_unknown:
+            content[name] = tuple_of(content[name], path_in(where, name))
     for name in TEXT_FIELDS:
         text_of(content.get(name, ""), path_in(where, name))
     return LayerProfile(**content)
@@ -186,6 +197,7 @@ def _up_to_date(content: dict[str, Any], version: int) -> dict[str, Any]:
         (6, _of_version_6),
         (7, _of_version_7),
         (8, _of_version_8),
+        (11, _of_version_11),
     ):
         if version <= last:
             content = bring(content)
@@ -268,6 +280,30 @@ def _of_version_8(content: dict[str, Any]) -> dict[str, Any]:
             raise _too_early("step.turns", f"first_{name}")
         turns[f"first_{name}"] = turns.get(name, 0.0)
     return {**content, "step": {**step, "turns": turns}}
+
+
+def _of_version_11(content: dict[str, Any]) -> dict[str, Any]:
+    """Bring a record of version 11 up to date: it told of each layer and skip what they hold alone.
+
+    Skips keep what their gradients hold; what values have in common with them is not known.
+    """
+    step = object_of(content["step"], "step")
+    for name in ("loss", "whole_loss"):
+        if name in step:
+            step[name] = _without(step[name], _TOLD_ALONE)
+    lists: dict[str, Any] = {
+        name: [_without(one, _TOLD_ALONE) for one in tuple_of(content[name], name)]
+        for name in ("layers", "skips")
+        if name in content
+    }
+    return {**content, **lists, "step": step}
+
+
+def _without(record: Any, names: Collection[str]) -> Any:
+    """Leave fields out of an object; anything else stays as it is."""
+    if not isinstance(record, Mapping):
+        return record
+    return {name: value for name, value in record.items() if name not in names}
 
 
 def _too_early(where: str, name: str) -> FileFormatError:

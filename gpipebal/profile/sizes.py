@@ -63,7 +63,6 @@ _COUNTS = (
     "chained_accumulating_peak_bytes",
     "copied_bytes",
     "output_gradient_bytes",
-    "excess_gradient_bytes",
     # What a layer keeps as an attribute may belong to a micro-batch.
     "buffer_bytes",
     "kept_buffer_bytes",
@@ -144,19 +143,9 @@ def _between(
         "interpolated": list(dict.fromkeys(bad_fits)),
         "other_storages_at": [size.rows for size in sizes if size not in alike],
     }
-    skips = [
-        replace(
-            skip,
-            value_gradient_bytes=count_at(
-                [(s.rows, s.skips[k].value_gradient_bytes) for s in alike], rows
-            ),
-        )
-        for k, skip in enumerate(nearest.skips)
-    ]
     return replace(
         nearest,
         layers=tuple(layers),
-        skips=tuple(skips),
         storages=tuple(storages),
         step=replace(nearest.step, loss=loss),
     ), about
@@ -277,8 +266,8 @@ def _sets(profile: Profile) -> tuple[Any, ...]:
     loss = profile.step.loss
     return (
         (profile.inputs, profile.common_inputs),
-        tuple((layer.outputs, layer.saved, layer.hands_back_given) for layer in profile.layers),
-        tuple(replace(skip, value_gradient_bytes=0) for skip in profile.skips),
+        tuple((layer.outputs, layer.saved, layer.gradient_storages) for layer in profile.layers),
+        profile.skips,
         None if loss is None else (loss.outputs, loss.saved),
     )
 
@@ -287,7 +276,7 @@ def _named(profile: Profile) -> set[int]:
     """Return the storages that exist for every micro-batch, and not only for the mini-batch."""
     found = set(profile.inputs)
     for layer in profile.layers:
-        found.update(layer.outputs, layer.saved)
+        found.update(layer.outputs, layer.saved, layer.gradient_storages or ())
     for skip in profile.skips:
         found.update(skip.storages, skip.gradient_storages or ())
     found.update(_sets_of(profile.step.loss))

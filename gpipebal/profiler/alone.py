@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from gpipebal.errors import GpipebalError
 from gpipebal.pipeline.process.eager import run_eagerly
 from gpipebal.pipeline.values.microbatch import which_need_gradient
-from gpipebal.profile import SkipProfile
 from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.failures import is_out_of_memory, left_out, memory_for
 from gpipebal.profiler.chain.gradients import needs_gradient
 from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers
 from gpipebal.profiler.chain.value import Routes, Value, as_leaves
-from gpipebal.profiler.memory.layer_memory import LayerMemory
+from gpipebal.profiler.memory.layer_memory import LayerMemory, number_gradients
 from gpipebal.profiler.memory.storages import measure_layer_memory
 from gpipebal.profiler.replicas.identity import Alike
 from gpipebal.profiler.replicas.reads import names_read
@@ -76,10 +75,9 @@ class SizeWalk:
         """Return the findings, once all layers are done."""
         with memory_for("the output"):
             outputs = moved(self.arrived, device)
-        skips: tuple[SkipProfile, ...] = describe_skips(
-            routes, self.skips, self.memory, self.numbers
-        )
-        return Survey(self.memory, self.flops, self.numbers, self.inputs, outputs, skips)
+        gradients = number_gradients(self.memory, routes, self.numbers)
+        skips = describe_skips(routes, self.skips, gradients)
+        return Survey(self.memory, self.flops, self.numbers, self.inputs, outputs, skips, gradients)
 
 
 @dataclass
@@ -323,6 +321,7 @@ def _repeat(walk: SizeWalk, twin: _Twin) -> None:
             outputs=distinct_numbers(handed),
             saved=distinct_numbers([own(number) for number in memory.saved]),
             handed_through=distinct_numbers([own(number) for number in memory.handed_through]),
+            written=distinct_numbers([own(number) for number in memory.written]),
         )
     )
     walk.flops.append(walk.flops[twin.index])

@@ -18,7 +18,7 @@ from gpipebal.pipeline.layers.devices import visible_cores
 from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profile import LayerProfile
 from gpipebal.profile.fingerprint import fingerprint
-from gpipebal.profiler.memory.layer_memory import excess_gradients, given_their_own
+from gpipebal.profiler.memory.layer_memory import given_their_own
 from gpipebal.profiler.replicas.replica import layer_of_tensors, own_bytes
 from gpipebal.profiler.step.optimizer import Maker
 from gpipebal.profiler.step.step import StandInsError, optimizer_peaks, optimizer_state_bytes
@@ -64,7 +64,7 @@ def describe_layers(
     host_forward = settle_launches(times.host_forward, times.host_whole_forward)
     host_backward = settle_launches(times.host_backward, times.host_whole_backward)
     owner = layer_of_tensors(modules)
-    given_own, excess = given_their_own(found.memory), excess_gradients(found.memory)
+    given_own, gradients = given_their_own(found.memory), found.gradients
     layers = tuple(
         LayerProfile(
             name=names[k],
@@ -87,7 +87,8 @@ def describe_layers(
                 names[k],
                 module,
                 given_own=given_own[k],
-                excess=excess[k],
+                excess=gradients.excess[k],
+                storages=gradients.storages[k],
             ),
         )
         for k, module in enumerate(modules)

@@ -6,7 +6,7 @@ operations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +20,11 @@ from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers
 from gpipebal.profiler.chain.value import Routes, Value
 from gpipebal.profiler.memory.flops import FlopCounter
-from gpipebal.profiler.memory.layer_memory import LayerMemory, held_by_skips
+from gpipebal.profiler.memory.layer_memory import (
+    ChainGradients,
+    LayerMemory,
+    number_gradients,
+)
 from gpipebal.profiler.memory.storages import measure_layer_memory
 from gpipebal.profiler.replicas.replica import replicate, stand_ins
 from gpipebal.profiler.step.loss import LossChain, loss_chain
@@ -48,6 +52,7 @@ class Survey:
         inputs: Storages of the chain's input.
         outputs: What came out at the end.
         skips: Skips between layers.
+        gradients: Storages of the gradients between layers.
     """
 
     memory: list[LayerMemory]
@@ -56,6 +61,7 @@ class Survey:
     inputs: tuple[int, ...]
     outputs: Arrived
     skips: tuple[SkipProfile, ...]
+    gradients: ChainGradients
 
 
 class Scout:
@@ -138,33 +144,30 @@ def survey(chain: Chain, routes: Routes, scout: Scout | None = None) -> Survey:
             skips[key] = distinct_numbers(arrived.skips[key])
         if scout is not None:
             scout.behind(k)
-    return Survey(
-        memory, flops, numbers, inputs, arrived, describe_skips(routes, skips, memory, numbers)
-    )
+    gradients = number_gradients(memory, routes, numbers)
+    described = describe_skips(routes, skips, gradients)
+    return Survey(memory, flops, numbers, inputs, arrived, described, gradients)
 
 
 def describe_skips(
     routes: Routes,
     storages: dict[Key, tuple[int, ...]],
-    memory: Sequence[LayerMemory],
-    numbers: Numbers,
+    gradients: ChainGradients,
 ) -> tuple[SkipProfile, ...]:
     """Describe the skips between layers; a namespace is named by its place among the others.
 
     Args:
         routes: The skips.
         storages: Those of their tensors.
-        memory: Memory of all layers.
-        numbers: Takes the storages of their gradients.
+        gradients: The storages of their gradients.
     """
-    held = held_by_skips(memory, routes, numbers)
     spaces = list(dict.fromkeys(space for space, _ in routes if space is not None))
     return tuple(
         SkipProfile(
             name if space is None else f"{name}@{spaces.index(space)}",
             *routes[space, name],
             storages=storages[space, name],
-            **held.get((space, name), {}),
+            gradient_storages=gradients.skips.get((space, name)),
         )
         for space, name in routes
         if (space, name) in storages

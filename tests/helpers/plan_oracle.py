@@ -58,11 +58,11 @@ def profiles(draw: st.DrawFn, largest: int = 5, shortest: int = 0) -> gb.Profile
             saved=draw(some(3)),
             handed_through=draw(some(2)),
             output_gradient_bytes=draw(unknown),
-            excess_gradient_bytes=draw(st.sampled_from([0, 0, 7])),
-            hands_back_given=draw(st.booleans()),
+            gradient_storages=draw(st.none() | some(2)),
             output_bytes=draw(few),
             forward_peak_bytes=draw(more),
             no_grad_forward_peak_bytes=draw(unknown),
+            written=draw(some(1)),
             written_input_bytes=draw(st.sampled_from([None, 0, 50])),
             backward_peak_bytes=draw(more),
             accumulating_peak_bytes=draw(unknown),
@@ -76,10 +76,8 @@ def profiles(draw: st.DrawFn, largest: int = 5, shortest: int = 0) -> gb.Profile
     skips = []
     for k in range(draw(st.integers(0, 3))):
         ends = sorted((draw(st.integers(0, n - 1)), draw(st.integers(0, n - 1))))
-        given = draw(st.booleans())
         gradients = draw(st.none() | some(2))
-        beside = draw(st.sampled_from([0, 0, 3]))
-        skips.append(SkipProfile(str(k), *ends, draw(some(2)), gradients, given, beside))
+        skips.append(SkipProfile(str(k), *ends, draw(some(2)), gradients))
     ties = []
     for _ in range(draw(st.integers(0, 2)) if n > 1 else 0):
         users = draw(st.lists(st.integers(0, n - 1), min_size=2, max_size=n, unique=True))

@@ -222,3 +222,70 @@ def test_a_chain_may_write_to_what_it_was_handed(first: nn.Module) -> None:
         loss_fn=squares,
     )
     assert profile.n_layers == 4
+
+
+def keep(name: str, of: Callable[[Tensor], Tensor] = lambda x: x) -> nn.Module:
+    """Make a layer that stashes what `of` makes of its input, and hands the input on."""
+
+    def forward(self: nn.Module, x: Tensor) -> Any:
+        yield stash(name, of(x))
+        return x
+
+    return skippable(stash=[name])(type("Kept", (nn.Module,), {"forward": forward}))()
+
+
+def use(name: str, together: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
+    """Make a layer that pops a value, and returns what it makes of this and its input."""
+
+    def forward(self: nn.Module, x: Tensor) -> Any:
+        value = yield pop(name)
+        return together(x, value)
+
+    return skippable(pop=[name])(type("Used", (nn.Module,), {"forward": forward}))()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_gradients_of_one_tensor_are_summed_up_when_the_backward_begins(
+    checkpoint: str, inside: bool
+) -> None:
+    """Two layers stash one tensor for a later partition: the sum is there from the beginning."""
+    wide = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 8))
+    add = [use(name, lambda x, value: x + value.mean(1, keepdim=True)) for name in "abc"]
+    model = nn.Sequential(
+        nn.Linear(8, 256), *map(keep, "abc"), nn.Linear(256, 8), wide, *add, nn.Linear(8, 8)
+    )
+    for balance in ([6, 4], [5, 1, 4]):
+        found = compared(model, torch.randn(96, 8), balance, checkpoint=checkpoint, inside=inside)
+        assert abs(found[0][0] - found[0][1]) <= 64, balance
+
+
+class Room(nn.Module):
+    """Needs much memory in its forward, of which nothing stays."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.new_zeros(64 * x.numel())[0]
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_skip_that_a_later_layer_writes_to_is_copied_at_the_beginning(checkpoint: str) -> None:
+    """Its copy is there while layers before that one run forward, where it comes from elsewhere."""
+    write = use("kept", lambda x, value: value.mul_(2).mean(1, keepdim=True) + x)
+    way_there = [nn.Linear(8, 256), nn.Tanh(), keep("kept", lambda x: x * 3), nn.Linear(256, 16)]
+    model = nn.Sequential(*way_there, Room(), nn.Linear(16, 16), write, nn.Linear(16, 8))
+    for balance in ([4, 4], [3, 5], [4, 2, 2]):
+        found = compared(model, torch.randn(64, 8), balance, checkpoint=checkpoint)
+        for counted, _, most in found[1:]:
+            assert 0.99 * counted <= most <= 1.05 * counted, balance
+
+
+@pytest.mark.parametrize("first", [nn.Identity(), nn.Unflatten(1, (16, 16))])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_an_input_that_a_later_layer_writes_to_is_copied_at_the_beginning(
+    checkpoint: str, first: nn.Module
+) -> None:
+    """The first layers of a partition hand it on, and the next one writes to it."""
+    rest = [nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(256, 8)]
+    model = nn.Sequential(nn.Linear(8, 256), first, *rest)
+    counted, planned, _ = compared(model, torch.randn(64, 8), [1, 4], checkpoint=checkpoint)[1]
+    assert 0.99 * counted <= planned <= 1.03 * counted

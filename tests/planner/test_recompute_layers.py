@@ -83,7 +83,7 @@ def test_runs_of_a_partition_equal_brute_force(
     assume(cell.goes_back)
     # What is handed through a whole partition is copied in its backward: the network counts that
     # also where the peak of a run hides it, so it may need a copy less than it says.
-    assume(not (cell.handed_through[0] and cell.layers[0].copied_bytes))
+    assume(not (cell.handed_through and cell.layers[0].copied_bytes))
     times = [int(layer.recompute_time) for layer in profile.layers]
     row = make_schedule(schedule, len(bounds) - 1, chunks, "never").rows[j]
     exist = data.draw(st.booleans())

@@ -105,13 +105,13 @@ def test_gradients_of_the_start_end_while_others_are_handed_through() -> None:
     layer = LayerProfile(
         "0", "L", 1.0, 1.0, 1.0, outputs=(0,), handed_through=(0,), backward_peak_bytes=100
     )
-    further, hands_back = (30, 30, 10, 30, 10), (False, False, False, True, False)
+    further, known = (30, 30, 10, 30, 10), (None, None, (1,), (1,), None)
     layers = [
-        replace(layer, name=str(k), output_gradient_bytes=n_bytes, hands_back_given=is_given)
-        for k, (n_bytes, is_given) in enumerate(zip(further, hands_back, strict=True))
+        replace(layer, name=str(k), output_gradient_bytes=n_bytes, gradient_storages=storages)
+        for k, (n_bytes, storages) in enumerate(zip(further, known, strict=True))
     ]
     layers[:2] = [replace(one, backward_peak_bytes=500) for one in layers[:2]]
-    profile = gb.Profile(tuple(layers), (10,), rows=2, mini_batch_rows=6, chunks=3)
+    profile = gb.Profile(tuple(layers), (10, 30), rows=2, mini_batch_rows=6, chunks=3)
     for shared in (False, True):
         check_every_run(
             profile, "never", {"chunks": 3, "loss_inside": False, "shared_memory": shared}
@@ -276,8 +276,9 @@ def _with_many_skips(rng: random.Random) -> gb.Profile:
             outputs=some(2),
             saved=some(3),
             handed_through=some(2),
-            hands_back_given=rng.random() < 0.5,
             output_gradient_bytes=rng.choice([None, 200]),
+            gradient_storages=rng.choice([None, some(2)]),
+            written=some(1),
             forward_peak_bytes=rng.randint(0, 900),
             backward_peak_bytes=rng.randint(0, 900),
             chained_peak_bytes=rng.choice([None, 50]),
@@ -295,8 +296,6 @@ def _with_many_skips(rng: random.Random) -> gb.Profile:
             *ends,
             some(2),
             some(2) if k % 3 == 0 or ends in joined else None,
-            rng.random() < 0.5,
-            rng.choice([0, 3]),
         )
         for k, ends in enumerate(nested + crossing + joined)
     ]

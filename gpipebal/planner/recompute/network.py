@@ -99,7 +99,8 @@ class _Parts:
         cell = self._cell
         if kind == "F":
             moments = list(cell.forward(records=True, gradients_exist=gradients_exist))
-            return [moment.gradients for moment in moments]
+            copies = [cell.copies_until(k) for k in range(len(moments))]
+            return [moment.gradients + n for moment, n in zip(moments, copies, strict=True)]
         moments = list(cell.backward(again=False, gradients_exist=gradients_exist))[::-1]
         return [
             sum(moment) - moment.activations - cell.backward_peak(k, layer, gradients_exist)

@@ -1,12 +1,11 @@
 """How what the backwards of runs of layers need depends on where the run ends.
 
-One table of what each layer's backward needs serves for all ends, as if every run went on, and
-popped no skip connection. A longer run may pop more of them, whose gradients wait. And where a run
-ends, some memory is not needed: for example, the gradient of a layer that ends the run is among
-those that the backward starts from. These amounts are of two kinds. Some stay the same for many
-ends in a row: those of skip connections that all of these runs pop, or of the same uses of tied
-parameters. They are changes of the table, and stay in it for these ends. The others belong to one
-end, begin a few layers before it, and are subtracted for this end alone.
+One table of what each layer's backward needs serves for all ends, as if every run went on. Where a
+run ends, some memory is not needed: for example, gradients of skip connections that go past the end
+are among those that the backward starts from. These amounts are of two kinds. Some stay the same
+for many ends in a row: those of skip connections past all of these ends, or of the same uses of
+tied parameters. They are changes of the table, and stay in it for these ends. The others belong to
+one end, begin a few layers before it, and are subtracted for this end alone.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpipebal.memory.layer_peaks import copied, freed
+from gpipebal.memory.layer_peaks import copied
 from gpipebal.planner.runs.chain import Stretch
+from gpipebal.planner.runs.gradient_tables import GradientTables
 from gpipebal.planner.runs.highest import Change, Highest
-from gpipebal.planner.runs.skip_gradients import SkipGradients
 from gpipebal.planner.runs.storage_tables import StorageTables
 from gpipebal.planner.runs.tie_tables import TieTables
 
@@ -41,7 +40,7 @@ class RunEnds:
     Args:
         tables: Tables of the runs.
         ties: Tables of tied parameters of the same runs.
-        skips: Gradients of skips in the same runs.
+        gradients: Tables of gradients of the same runs.
         idle_to_end: Which of the runs to the end of the chain receive no gradient.
         chunks: Micro-batches of a mini-batch.
     """
@@ -50,20 +49,15 @@ class RunEnds:
         self,
         tables: StorageTables,
         ties: TieTables,
-        skips: SkipGradients,
+        gradients: GradientTables,
         idle_to_end: Table,
         chunks: int,
     ) -> None:
-        self._tables, self._ties, self._skips = tables, ties, skips
+        self._tables, self._ties, self._gradients = tables, ties, gradients
         self._idle_to_end = idle_to_end
         self._chain, self._profile = tables.chain, tables.chain.profile
         self._chunks, self._n = chunks, tables.chain.profile.n_layers
         self._firsts = tables.firsts
-        #: The last layer that pops something of each one that stashes.
-        self._popped_by: dict[int, int] = {}
-        for skip in self._profile.skips:
-            last = self._popped_by.get(skip.source, 0)
-            self._popped_by[skip.source] = max(last, skip.destination)
 
     def correct(
         self,
@@ -110,8 +104,7 @@ class RunEnds:
     def _lasting(self, again: bool, exist: bool) -> Iterator[Change]:
         """Yield what is added or subtracted for some ends in a row."""
         yield from self._ties.changes(exist)
-        yield from self._skip_gradients(exist)
-        yield from self._skips_of_start()
+        yield from self._gradients.changes(exist)
         for stretch in self._chain.handed:
             yield from self._handed_from_before(stretch, again)
 
@@ -119,7 +112,7 @@ class RunEnds:
         """Yield what is subtracted for one end alone."""
         last = self._last(end)
         if self._goes_on(end):
-            yield from self._through(end, exist)
+            yield from self._copies_at_start(end, exist)
         if end < self._n and self._chain.shared_memory:
             for storage, handing in self._chain.handed_at[end].items():
                 if handing == end - 1:
@@ -131,78 +124,20 @@ class RunEnds:
         if end == self._n and self._chunks == 1 and self._chain.loss is None and not again:
             yield from self._kept_by_caller(last)
 
-    def _skip_gradients(self, exist: bool) -> Iterator[Change]:
-        """Yield gradients of skip connections.
-
-        Those of skips that a run pops wait, for the layer that stashed them or for the end. Those
-        of skips that go past the end are among what the backward starts from.
-        """
-        for skip, held in zip(self._profile.skips, self._skips.held, strict=True):
-            ends = range(skip.destination + 1, self._n + 1)
-            yield self._alike(ends, range(skip.source, skip.destination), held)
-        for source, destination in self._popped_by.items():
-            # The backward started from these, and does not free them.
-            n_bytes = self._column(freed(self._profile.layers[source], exist))
-            if source in self._skips.value_gradients:
-                n_bytes = n_bytes * ~self._skips.value_gradients[source][1]
-            ends = range(source + 2, destination + 1)
-            yield self._alike(ends, range(source, source + 1), n_bytes)
-
-    def _skips_of_start(self) -> Iterator[Change]:
-        """Yield gradients of popped skips that are, or are parts of, what the backward starts from.
-
-        They do not wait in memory of their own in runs with the layer that stashed them.
-        """
-        layers, stop = self._profile.layers, self._n + self._goes_on(self._n)
-        for destination in range(self._n - 1, 0, -1):
-            ends = range(destination + 1, stop)
-            for k in self._skips.popped(destination):
-                skip = self._profile.skips[k]
-                if skip.gradient_is_given:
-                    less = -self._skips.held[k] * (self._firsts <= skip.source)
-                    yield self._alike(ends, range(skip.source, destination), less)
-            if not layers[destination].hands_back_given:
-                stop = destination + 1
-
-    def _through(self, end: int, exist: bool) -> Iterator[Less]:
-        """Yield gradients that are not made a second time: the backward started from them.
-
-        They are of what is handed through to the end, or parts of those at the end.
-        """
-        profile = self._profile
-        through, is_start = set(profile.layers[end - 1].outputs), True
-        further = profile.further_gradients(end - 1)
-        amounts: list[Table] = []  # from the last layer but one to the first
-        at_begin: dict[int, int] = {}
+    def _copies_at_start(self, end: int, exist: bool) -> Iterator[Less]:
+        """Yield copies of what the whole run hands through, made when the backward begins."""
+        layers = self._profile.layers
+        through, at_begin = set(layers[end - 1].outputs), dict[int, int]()
         for k in range(end - 2, -1, -1):
-            layer, after = profile.layers[k], profile.layers[k + 1]
-            through &= set(after.handed_through)
-            is_start = is_start and after.hands_back_given
-            if not through and not is_start:
+            through &= set(layers[k + 1].handed_through)
+            if not through:
                 break
-            # Further gradients too, as far as every later layer has as many.
-            further = min(further, profile.further_gradients(k)) if through else 0
-            n_bytes = profile.gradients_into(k)
-            if not is_start:
-                n_bytes = profile.gradient_bytes_of(through.intersection(layer.outputs)) + further
-            n_bytes += layer.excess_gradient_bytes
-            # What the backward started from is not freed.
-            is_freed = self._popped_by.get(k, 0) < end
-            less = self._row([n_bytes - is_freed * freed(layer, exist)])
-            if k in self._skips.value_gradients:
-                more, is_held = (each[:, None] for each in self._skips.value_gradients[k])
-                less = less + more + is_held * (is_freed * freed(layer, exist))
-            amounts.append(less)
-            if not through.isdisjoint(layer.handed_through) and copied(layer, exist):
-                at_begin[k] = copied(layer, exist)
-        if not amounts:
-            return
-        first = end - 1 - len(amounts)
-        yield first, np.hstack(np.broadcast_arrays(*amounts[::-1]))
+            if not through.isdisjoint(layers[k].handed_through) and copied(layers[k], exist):
+                at_begin[k] = copied(layers[k], exist)
         if at_begin:
-            # Copied when the backward begins, in a run that begins with this layer.
             copies = [at_begin.get(k, 0) for k in self._firsts.tolist()]
-            yield first, -self._row(copies).T.repeat(self._last(end) - first, axis=1)
+            first, last = min(at_begin), self._last(end)
+            yield first, -self._row(copies).T.repeat(last - first, axis=1)
 
     def _handed_from_before(self, stretch: Stretch, again: bool) -> Iterator[Change]:
         """Yield what runs pass on from layers before their last, at some ends in a row."""
@@ -247,17 +182,6 @@ class RunEnds:
             missing = comes_in[:, None] > np.arange(1, last + 1)[None, :]
             n_bytes = self._chain.bytes[storage]
             yield 0, -(missing & in_graph[:, None]).astype(self._tables.kind) * n_bytes
-
-    def _alike(self, ends: range, layers: range, amounts: Table) -> Change:
-        """Return a change by amounts of each run that are the same at some layers."""
-        # No run that begins behind these layers has one of them.
-        rows = slice(0, int(np.searchsorted(self._firsts, layers.stop)))
-        shape = rows.stop, len(layers)
-        same = partial(np.broadcast_to, amounts[rows, None], shape)
-        return Change(ends, layers.start, same, rows)
-
-    def _column(self, number: int) -> Table:
-        return np.full(len(self._firsts), number, dtype=self._tables.kind)
 
     def _row(self, numbers: Sequence[int]) -> Table:
         return np.array([numbers], dtype=self._tables.kind)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,17 +11,15 @@ import numpy as np
 from gpipebal.memory.cell import Cell
 from gpipebal.memory.layer_peaks import (
     backward_peak,
-    chained_peak,
     copied,
     first_forward_peak,
     forward_peak,
-    freed,
 )
 from gpipebal.memory.loss import around_loss
 from gpipebal.planner.runs.ends import RunEnds
-from gpipebal.planner.runs.highest import Highest
+from gpipebal.planner.runs.gradient_tables import GradientTables
+from gpipebal.planner.runs.highest import Change, Highest
 from gpipebal.planner.runs.moments import RowMoment
-from gpipebal.planner.runs.skip_gradients import SkipGradients
 from gpipebal.planner.runs.storage_tables import StorageTables
 from gpipebal.planner.runs.tie_tables import TieTables
 
@@ -65,16 +63,15 @@ class RunPeaks:
         self._outgoing = self._at_ends(tables.of_skips(chain.skip_bytes, popped=False))
         sizes = [self._profile.bytes_of(layer.outputs) for layer in self._profile.layers[:-1]]
         self._outgoing[:, :-1] += self._column(sizes)
-        #: Gradients that the backward of each layer is given; the backward of a loss is given none.
+        #: Gradients that the backward of each layer is given.
         self._flowing = [self._profile.gradients_into(k) for k in range(self._n)]
-        self._flowing += [0] * (len(chain.layers) - self._n)
         self._started = self._at_ends(tables.of_skips(chain.skip_gradient_bytes, popped=False))
         self._started[:, :-1] += self._column(self._flowing[: self._n - 1])
         self._returned = self._returned_bytes()
         self._idle = self._idle_runs()
         self._passed = self._passed_bytes()
-        self._skips = SkipGradients(self._profile, self.firsts, tables.kind)
-        self._run_ends = RunEnds(tables, self._ties, self._skips, self._idle[:, -1], chunks)
+        self._gradients = GradientTables(chain, self.firsts, tables.kind)
+        self._run_ends = RunEnds(tables, self._ties, self._gradients, self._idle[:, -1], chunks)
         kept = self._column([0, *(layer.kept_buffer_bytes for layer in chain.layers)]).cumsum()
         #: Copies of buffers that a cell keeps for its recompute.
         self._kept_buffers = kept[self._ends][None, :] - kept[self.firsts][:, None]
@@ -291,18 +288,40 @@ class RunPeaks:
         needs[rows, firsts] += self._first_peaks[records][firsts] - peaks[firsts]
         highest = Highest(self._from_first(needs))
         found = np.take(highest.running, self._ends - 1, axis=1)
-        for end in highest.through(range(1, self._n + 1), changes):
+        for end in highest.through(range(1, self._n + 1), [*changes, *self._copies_of_inputs()]):
             column = int(self._ends[end - 1])
             if highest.has_changed(column):
                 found[:, end - 1] = highest.before(column)
         return found
 
+    def _copies_of_inputs(self) -> Iterator[Change]:
+        """Yield copies of inputs that a later layer of the run writes to.
+
+        They exist from the beginning of the run's forward until then.
+        """
+        writers: dict[int, list[int]] = {}
+        for k, layer in enumerate(self._profile.layers):
+            for storage in layer.written:
+                writers.setdefault(storage, []).append(k)
+        inputs = self._tables.inputs
+        for storage, places in writers.items():
+            low, high = np.searchsorted(inputs.storages, (storage, storage + 1)).tolist()
+            n_bytes = self._column([self._profile.storages[storage]])[None, :]
+            rows, ends_since = inputs.rows[low:high].tolist(), inputs.since[low:high].tolist()
+            if storage in self._profile.inputs and self.firsts[0] == 0:  # of the mini-batch
+                rows, ends_since = [0, *rows], [0, *ends_since]
+            for row, since in zip(rows, ends_since, strict=True):
+                first = int(self.firsts[row])
+                writer = next((k for k in places if k >= first), first)
+                if writer > first:  # what the first layer writes to belongs to its own peak
+                    ends = range(max(writer + 1, since), self._n + 1)
+                    copies = partial(n_bytes.repeat, writer + 1 - first, axis=1)
+                    yield Change(ends, first, copies, slice(row, row + 1))
+
     def _backward(self, again: bool, exist: bool) -> Table:
         tables, chain, layers, ends = self._tables, self._chain, self._chain.layers, self._ends
         kept, changes = tables.backward
         peaks = self._column([backward_peak(layer, exist) for layer in layers])
-        flowing = self._column(self._flowing)
-        flowing = flowing + self._column([layer.excess_gradient_bytes for layer in layers])
         made = self._gradient_sums
         at_end = self._at_ends(tables.kept)
         if again:
@@ -310,11 +329,8 @@ class RunPeaks:
             copies_saved = self._column([0, *(la.saved_buffer_bytes for la in layers)]).cumsum()
             copies = copies_saved[None, :] - copies_saved[self.firsts][:, None]
             kept, at_end = kept + copies[:, 1:], at_end + copies[:, ends]
-        chained = self._column([chained_peak(layer, exist) for layer in layers])
-        inner = kept + (chained + flowing)
-        for k, (more, is_held) in self._skips.value_gradients.items():
-            inner[:, k] += more + is_held * freed(layers[k], exist)
-        own = at_end + peaks[ends - 1]
+        inner = kept + (self._gradients.peaks(exist) + self._gradients.living)
+        own = at_end + peaks[ends - 1] + self._gradients.sums
         # What is handed through is copied only where it goes through the whole run.
         copies_made = self._column([copied(layer, exist) for layer in layers])
         passes = np.array([not set(la.outputs).isdisjoint(la.handed_through) for la in layers])

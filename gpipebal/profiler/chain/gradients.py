@@ -13,7 +13,14 @@ from torch import Tensor
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.values.tensors import bytes_of, has_storage, is_shared, storage_key
 
-__all__ = ["begun_inside", "handed_back", "handed_through", "needs_gradient", "own_gradients"]
+__all__ = [
+    "begun_inside",
+    "handed_back",
+    "handed_through",
+    "memory_of",
+    "needs_gradient",
+    "own_gradients",
+]
 
 #: All that is needed to make a gradient: shape, dtype and device.
 _Recipe = tuple[torch.Size, torch.dtype, torch.device]
@@ -22,6 +29,18 @@ _Recipe = tuple[torch.Size, torch.dtype, torch.device]
 def needs_gradient(leaf: Any) -> bool:
     """Tell whether a leaf of a value is a tensor that requires a gradient."""
     return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def memory_of(gradients: Iterable[Tensor | None]) -> dict[int, tuple[int, int]]:
+    """Return the key of each gradient's storage and the gradient's bytes, by place.
+
+    What has no storage of its own is left out.
+    """
+    return {
+        place: (storage_key(gradient), bytes_of(gradient))
+        for place, gradient in enumerate(gradients)
+        if gradient is not None and has_storage(gradient)
+    }
 
 
 def begun_inside(

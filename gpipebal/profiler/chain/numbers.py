@@ -93,6 +93,10 @@ class Arrived:
         numbers.note(found, map(needs_gradient, value.leaves))
         return cls(value, found, {})
 
+    def of_inputs(self, popped: Iterable[Key]) -> list[int | None]:
+        """Return the numbers of what goes into a layer: of the value, then of what it pops."""
+        return [*self.numbers, *(number for key in popped for number in self.skips[key])]
+
     @property
     def storages(self) -> tuple[int, ...]:
         """Numbers of the value's storages, each once."""

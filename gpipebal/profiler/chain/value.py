@@ -60,6 +60,14 @@ class Value:
         ]
         return cls(leaves, structure, views=frozenset(views))
 
+    def without_graph(self) -> Value:
+        """Let go of the graph that it came from."""
+        skips = {
+            key: (as_leaves(leaves, wants=True), structure)
+            for key, (leaves, structure) in self.skips.items()
+        }
+        return Value(as_leaves(self.leaves, wants=True), self.structure, skips, self.views)
+
 
 @dataclass
 class Record:

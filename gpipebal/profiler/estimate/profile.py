@@ -22,7 +22,11 @@ from gpipebal.profiler.describe import main_dtype, optimizer_memory, software
 from gpipebal.profiler.estimate.stand_ins import META
 from gpipebal.profiler.estimate.terms import estimate_gather, estimate_loss, estimate_optimizer
 from gpipebal.profiler.estimate.walk import Estimate, Walk
-from gpipebal.profiler.memory.layer_memory import excess_gradients, given_their_own
+from gpipebal.profiler.memory.layer_memory import (
+    ChainGradients,
+    given_their_own,
+    number_gradients,
+)
 from gpipebal.profiler.replicas.harmless import left_alone
 from gpipebal.profiler.replicas.replica import (
     bytes_of_loss,
@@ -275,13 +279,14 @@ class _Work:
         start = Value.of(self.data.sample.without_memory(sizes[0], self.data.rows).value)
         estimates, inputs, outputs, skips = self.walk.along(start, numbers)
         memory = [found.memory for found in estimates]
-        described = describe_skips(self.walk.routes, skips, memory, numbers)
+        gradients = number_gradients(memory, self.walk.routes, numbers)
+        described = describe_skips(self.walk.routes, skips, gradients)
         for name, found in zip(self.names, estimates, strict=True):
             if found.costs.approximate:
                 reasons[name] = found.costs.approximate
         loss = self._loss(sizes[:1], outputs, numbers, reasons)
         gather_time, value = estimate_gather(self.data.outputs(outputs, sizes), self.rates)
-        layers = self._layers(estimates)
+        layers = self._layers(estimates, gradients)
         gathered: tuple[int, ...] = ()
         whole_loss = None
         if loss is not None:
@@ -326,10 +331,12 @@ class _Work:
             reasons["loss"] = why
         return replace(loss, **bytes_of_loss(self.loss_fn, self.modules))
 
-    def _layers(self, estimates: Sequence[Estimate]) -> tuple[LayerProfile, ...]:
+    def _layers(
+        self, estimates: Sequence[Estimate], gradients: ChainGradients
+    ) -> tuple[LayerProfile, ...]:
         owner = layer_of_tensors(self.modules)
         memory = [found.memory for found in estimates]
-        given_own, excess = given_their_own(memory), excess_gradients(memory)
+        given_own = given_their_own(memory)
         return tuple(
             LayerProfile(
                 name=self.names[k],
@@ -350,7 +357,8 @@ class _Work:
                     self.names[k],
                     module,
                     given_own=given_own[k],
-                    excess=excess[k],
+                    excess=gradients.excess[k],
+                    storages=gradients.storages[k],
                 ),
             )
             for k, (module, found) in enumerate(zip(self.modules, estimates, strict=True))

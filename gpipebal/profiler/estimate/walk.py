@@ -178,6 +178,7 @@ class Walk:
                 output_bytes=sum(numbers.bytes[number] for number in outputs),
                 saved=tuple(outer[number] for number in memory.saved),
                 handed_through=tuple(outer[number] for number in memory.handed_through),
+                written=tuple(outer[number] for number in memory.written),
             ),
         )
         passed = _OnItsWay(_up(found.outputs, outer), found.structure)

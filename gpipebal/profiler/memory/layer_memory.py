@@ -10,18 +10,18 @@ from torch import nn
 
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.values.tensors import bytes_of
-from gpipebal.profiler.chain.numbers import Numbers
+from gpipebal.profiler.chain.numbers import Numbers, distinct_numbers
 from gpipebal.profiler.chain.value import Routes
 from gpipebal.profiler.replicas.replica import kept_by
 from gpipebal.skip.tracker import Key
 
 __all__ = [
+    "ChainGradients",
     "ChainedPeak",
-    "HandedBack",
+    "LayerGradients",
     "LayerMemory",
-    "excess_gradients",
     "given_their_own",
-    "held_by_skips",
+    "number_gradients",
 ]
 
 
@@ -41,62 +41,27 @@ class ChainedPeak(NamedTuple):
         return max(self.until_freed, self.whole - excess)
 
 
-class HandedBack(NamedTuple):
-    """In which memory a layer's backward hands back the gradients of what it was given.
+class LayerGradients(NamedTuple):
+    """In which memory a layer's backward is given gradients, and hands them back.
+
+    Memory has a key, which tells it from other memory of the same backward.
 
     Attributes:
-        excess: How much more than themselves the gradients of its input value hold, in memory that
-            those of skips do not hold.
-        given: Whether any of these gradients is in memory that the backward was given, and whether
-            all of them are.
-        skips: For each skip that it pops, the storages of its gradient and their bytes, by key;
-            None: it is not known what holds the gradient.
-        value_in_skips: For each of these skips, how many bytes of the value's gradients are in it.
-        given_keys: Keys of the storages of the gradients that the backward was given.
+        given: By place of an output, the key and the bytes of its gradient.
+        back: By place of an input, key and bytes of the memory that its gradient lies in, and the
+            gradient's own bytes; None: it has no memory of its own.
+        n_inputs: How many inputs the layer has, with those that it pops.
+        n_outputs: How many outputs, with those that it stashes.
+        popped: How many of the last inputs belong to each skip that it pops.
+        stashed: How many of the last outputs belong to each skip that it stashes.
     """
 
-    excess: int
-    given: tuple[bool, bool]
-    skips: tuple[Mapping[int, int] | None, ...]
-    value_in_skips: tuple[int, ...]
-    given_keys: frozenset[int]
-
-    @classmethod
-    def of(
-        cls,
-        found: Mapping[int, tuple[int, int, int] | None],
-        n_popped: Sequence[int],
-        n_inputs: int,
-        given_keys: frozenset[int],
-    ) -> HandedBack:
-        """Put together what `handed_back` found.
-
-        Args:
-            found: For each place of an input, key and bytes of the gradient's storage, and the
-                gradient's own bytes.
-            n_popped: How many of the last inputs belong to each skip.
-            n_inputs: How many inputs there are.
-            given_keys: As the attribute.
-        """
-        skips: list[dict[int, int] | None] = []
-        begin = n_inputs - sum(n_popped)
-        value = [found[place] for place in range(begin) if place in found]
-        for n_leaves in n_popped:
-            mine = [found[place] for place in range(begin, begin + n_leaves) if place in found]
-            known = {each[0]: each[1] for each in mine if each is not None}
-            skips.append(None if None in mine else known)
-            begin += n_leaves
-        of_skips = {key for known in skips if known is not None for key in known}
-        own: dict[int, list[int]] = {}
-        for each in value:
-            if each is not None and each[0] not in of_skips:
-                own.setdefault(each[0], [each[1]]).append(-each[2])
-        excess = sum(max(0, sum(amounts)) for amounts in own.values())
-        are_given = [each is not None and each[0] in given_keys for each in value]
-        given = any(are_given), bool(are_given) and all(are_given)
-        in_value = [each for each in value if each is not None]
-        shared = [sum(each[2] for each in in_value if each[0] in (known or ())) for known in skips]
-        return cls(excess, given, tuple(skips), tuple(shared), given_keys)
+    given: Mapping[int, tuple[int, int]]
+    back: Mapping[int, tuple[int, int, int] | None]
+    n_inputs: int
+    n_outputs: int
+    popped: Sequence[int]
+    stashed: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -112,7 +77,7 @@ class LayerMemory:
             such too: if those that come in are not, and if they are.
         hands_through: Places of inputs whose gradients go back as they came, and of the outputs
             that they came for.
-        hands_back: In which memory it hands back gradients.
+        gradients: In which memory it is given gradients, and hands them back.
         stashes: Whether it stashes values for later layers.
         kept_bytes: Bytes of what the layer keeps after its forward, besides its parameters:
             buffers, and tensors that are attributes of its modules.
@@ -122,6 +87,7 @@ class LayerMemory:
     outputs: tuple[int, ...]
     saved: tuple[int, ...]
     handed_through: tuple[int, ...]
+    written: tuple[int, ...]
     output_bytes: int
     output_gradient_bytes: int
     forward_peak_bytes: int
@@ -133,7 +99,7 @@ class LayerMemory:
     own_chained_peaks: tuple[ChainedPeak, ChainedPeak]
     hands_back_own: Mapping[int, tuple[bool, bool]]
     hands_through: Mapping[int, int]
-    hands_back: HandedBack
+    gradients: LayerGradients
     stashes: bool
     copied_bytes: int
     kept_buffer_bytes: int
@@ -142,7 +108,14 @@ class LayerMemory:
     n_parameters: int
 
     def columns(
-        self, own: dict[str, int], name: str, layer: nn.Module, *, given_own: bool, excess: int
+        self,
+        own: dict[str, int],
+        name: str,
+        layer: nn.Module,
+        *,
+        given_own: bool,
+        excess: int,
+        storages: tuple[int, ...] | None,
     ) -> dict[str, Any]:
         """Return the columns of a layer profile, with what the layer has all the time.
 
@@ -151,7 +124,8 @@ class LayerMemory:
             name: Name of the layer.
             layer: The caller's layer, of which a copy ran.
             given_own: What `given_their_own` says of it.
-            excess: What `excess_gradients` says of it.
+            excess: What `number_gradients` says of it, and so the next.
+            storages: What the gradients lie in that it is given for its output.
 
         Raises:
             ProfileError: the forward makes parameters, which the caller's layer does not have yet.
@@ -162,8 +136,7 @@ class LayerMemory:
                 f"layer {name!r} makes parameters in its first forward: {self.n_parameters} "
                 f"(expected {n_before}, as many as before).\nFix: run model(sample) once."
             )
-        columns = vars(self) | own | {"excess_gradient_bytes": excess}
-        columns["hands_back_given"] = self.hands_back.given[1]
+        columns = vars(self) | own | {"gradient_storages": storages}
         chained = self.own_chained_peaks if given_own else self.chained_peaks
         for key, peak in zip(
             ("chained_peak_bytes", "chained_accumulating_peak_bytes"), chained, strict=True
@@ -172,7 +145,7 @@ class LayerMemory:
         del columns["chained_peaks"], columns["own_chained_peaks"]
         del columns["kept_bytes"], columns["n_parameters"]
         del columns["hands_back_own"], columns["hands_through"], columns["stashes"]
-        del columns["hands_back"]
+        del columns["gradients"]
         columns["buffer_bytes"] += max(0, self.kept_bytes - sum(map(bytes_of, kept_by(layer))))
         return columns
 
@@ -195,51 +168,81 @@ def given_their_own(memory: Sequence[LayerMemory]) -> list[bool]:
     return found
 
 
-def excess_gradients(memory: Sequence[LayerMemory]) -> list[int]:
-    """Return how much more than themselves the gradients hold that each layer of a chain is given.
+class ChainGradients(NamedTuple):
+    """What the gradients of a chain lie in, by numbers of storages; None: it is not known.
 
-    The next layer's backward hands back parts of larger ones, or hands on what it was given.
+    Attributes:
+        storages: For each layer, those of what its backward is given for its output.
+        excess: For each layer, how many bytes more they have than the gradients themselves.
+        skips: For each skip, those of its gradient.
     """
-    found = [0] * len(memory)
-    for k in reversed(range(len(memory) - 1)):
-        after = memory[k + 1].hands_back
-        found[k] = after.excess + (found[k + 1] if after.given[0] else 0)
-    return found
+
+    storages: Sequence[tuple[int, ...] | None]
+    excess: Sequence[int]
+    skips: Mapping[Key, tuple[int, ...] | None]
 
 
-def held_by_skips(
+def number_gradients(
     memory: Sequence[LayerMemory], routes: Routes, numbers: Numbers
-) -> dict[Key, dict[str, Any]]:
-    """Find out what the gradient of each skip of a chain holds, as far as it is known.
+) -> ChainGradients:
+    """Number the memory of all gradients of a chain, from its end to its beginning.
+
+    What a layer hands back in memory that it was given has the number of that.
 
     Args:
         memory: Memory of all layers.
         routes: The skips.
-        numbers: Takes the storages of the gradients.
-
-    Returns:
-        By key, fields of a `SkipProfile`.
+        numbers: Takes the storages.
     """
-    excess, found = excess_gradients(memory), dict[Key, dict[str, Any]]()
-    popped: dict[int, list[Key]] = {}
-    for key, (source, destination) in routes.items():
-        if source != destination:
-            popped.setdefault(destination, []).append(key)
-    for destination, keys in popped.items():
-        back = memory[destination].hands_back
-        known: dict[int, int] = {}
-        for key, storages, shared in zip(keys, back.skips, back.value_in_skips, strict=True):
-            if storages is None:
-                continue
-            for storage, n_bytes in storages.items():
-                if storage not in known:
-                    further = excess[destination] if storage in back.given_keys else 0
-                    known[storage] = numbers.new(n_bytes + further)
-            if shared and not back.given_keys.isdisjoint(storages):
-                shared += excess[destination]
-            found[key] = {
-                "gradient_storages": tuple(known[storage] for storage in storages),
-                "gradient_is_given": storages.keys() <= back.given_keys,
-                "value_gradient_bytes": shared,
-            }
+    storages: list[tuple[int, ...] | None] = []
+    excess: list[int] = []
+    skips: dict[Key, _Numbered] = {}
+    value: _Numbered | None = None
+    for k in reversed(range(len(memory))):
+        gradients = memory[k].gradients
+        stashed = [key for key, ends in routes.items() if ends[0] == k != ends[1]]
+        popped = [key for key, ends in routes.items() if ends[1] == k != ends[0]]
+        place = gradients.n_outputs - sum(gradients.stashed)
+        if value is None:
+            value = {p: numbers.new(n) for p, (_, n) in gradients.given.items() if p < place}
+        storages.append(_distinct(value))
+        found = sum(map(numbers.bytes.__getitem__, storages[-1] or ()))
+        own = sum(n for p, (_, n) in gradients.given.items() if value.get(p) is not None)
+        excess.append(0 if storages[-1] is None else found - own)
+        arrived = dict(value)
+        for key, n_leaves in zip(stashed, gradients.stashed, strict=True):
+            arrived |= {place + p: number for p, number in skips[key].items()}
+            place += n_leaves
+        back = _handed_back(gradients, arrived, numbers)
+        place = gradients.n_inputs - sum(gradients.popped)
+        value = {p: number for p, number in back.items() if p < place}
+        for key, n_leaves in zip(popped, gradients.popped, strict=True):
+            skips[key] = {p - place: back[p] for p in back if place <= p < place + n_leaves}
+            place += n_leaves
+    by_skip = {key: _distinct(numbered) for key, numbered in skips.items()}
+    return ChainGradients(storages[::-1], excess[::-1], by_skip)
+
+
+#: Numbers of the storages of gradients, by place of the tensor; None: it has none of its own.
+#: What gets no gradient is left out.
+_Numbered = dict[int, int | None]
+
+
+def _distinct(numbered: _Numbered) -> tuple[int, ...] | None:
+    """Return the numbers, each once; None: one is not known."""
+    return None if None in numbered.values() else distinct_numbers(numbered.values())
+
+
+def _handed_back(gradients: LayerGradients, arrived: _Numbered, numbers: Numbers) -> _Numbered:
+    """Number what a layer hands back, by place of the input."""
+    known = {
+        key: number
+        for place, (key, _) in gradients.given.items()
+        if (number := arrived.get(place)) is not None
+    }
+    found: _Numbered = {}
+    for place, each in gradients.back.items():
+        if each is not None and each[0] not in known:
+            known[each[0]] = numbers.new(each[1])
+        found[place] = None if each is None else known[each[0]]
     return found

@@ -1,0 +1,110 @@
+"""Gradients in a partition: what lives of them while each of its layers runs backwards.
+
+Memory of gradients lives as `gpipebal.profile.gradients` says, as far as the backward of the
+partition makes it. What comes to the partition's end, from the caller or from later partitions, is
+there from the beginning of the backward to its end, each gradient in memory of its own; parts of it
+that layers hand on need no memory. What goes to earlier partitions is a copy, which waits for the
+end of the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import NamedTuple
+
+from gpipebal.profile import Profile, SkipProfile
+
+__all__ = ["RunGradients", "SumAtStart", "sums_at_start"]
+
+
+class SumAtStart(NamedTuple):
+    """The sum of several gradients of one tensor that a backward starts from.
+
+    Attributes:
+        storage: The tensor's storage.
+        n_bytes: Bytes of the sum.
+        source: The last layer that has stashed the tensor for a later partition: the backwards of
+            layers after it find the sum beside everything else.
+        first: The last layer that a partition may begin with to start from two such gradients.
+    """
+
+    storage: int
+    n_bytes: int
+    source: int
+    first: int
+
+
+def sums_at_start(
+    profile: Profile, end: int, outgoing: Iterable[SkipProfile]
+) -> Iterator[SumAtStart]:
+    """Yield what a backward adds up before it has run a layer, in partitions that end at a place.
+
+    Layers may stash one tensor several times, or return it too. Autograd then adds up the gradients
+    that have come for it as soon as the backward starts.
+
+    Args:
+        profile: Costs of all layers.
+        end: Index after the partition's last layer.
+        outgoing: Skips from a layer before the end to one after it.
+    """
+    sources: dict[int, list[int]] = {}
+    for skip in outgoing:
+        for storage in profile.with_gradient(skip.storages):
+            sources.setdefault(storage, []).append(skip.source)
+    outputs = profile.layers[end - 1].outputs
+    for storage, stashed in sorted(sources.items()):
+        given = sorted([*stashed, *([end - 1] if storage in outputs else [])])
+        if len(given) > 1 and max(stashed) < end - 1:
+            yield SumAtStart(storage, profile.bytes_of([storage]), max(stashed), given[-2])
+
+
+class RunGradients:
+    """Memory of gradients in one partition; layers are counted from its first.
+
+    Args:
+        profile: Costs of all layers.
+        first: Index of the partition's first layer in the chain.
+        end: Index after its last layer.
+        has_loss: Whether it computes the loss after its layers.
+    """
+
+    def __init__(self, profile: Profile, first: int, end: int, *, has_loss: bool) -> None:
+        self._flow, self._first = profile.gradient_flow, first
+        # What is made behind this is what the backward starts from.
+        self._stop = end + has_loss
+        changes = [0] * (self._stop - first + 1)
+
+        def lives(last: int, maker: int, n_bytes: int) -> None:
+            changes[max(last, first) - first] += n_bytes
+            changes[maker - first] -= n_bytes
+
+        for one in self._flow.memory:
+            if first < one.maker < self._stop:
+                lives(one.until(first), one.maker, one.n_bytes)
+        for skip in profile.skips:
+            if skip.source < first < skip.destination < end:
+                lives(first, skip.destination, profile.gradient_bytes_of(skip.storages))
+        for copy in self._flow.copies:
+            if copy.first <= first <= copy.last < self._stop - 1:
+                lives(first, copy.last + 1, copy.n_bytes)
+        self._living = list(accumulate(changes))
+        outgoing = [s for s in profile.skips if first <= s.source < end <= s.destination]
+        self._sums = list(sums_at_start(profile, end, outgoing))
+
+    def living(self, k: int) -> int:
+        """Return the bytes that live while layer k runs backwards, without its own.
+
+        Without the gradients that the backward starts from, too.
+        """
+        sums = sum(one.n_bytes for one in self._sums if one.source < self._first + k)
+        return self._living[k] + sums
+
+    def kept(self, k: int) -> int:
+        """Return the bytes of what layer k's backward is given that others hold beyond it."""
+        layer, found = self._first + k, 0
+        for place in self._flow.given[layer]:
+            one = self._flow.memory[place]
+            if one.maker >= self._stop or (k and one.until(self._first) < layer):
+                found += one.n_bytes
+        return found

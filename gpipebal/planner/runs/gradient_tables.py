@@ -1,0 +1,220 @@
+"""Memory of gradients, for all runs of layers at once: `gpipebal.memory.gradients` in tables.
+
+Rows are first layers of runs, columns layers or ends. One table has what each layer finds in a run
+that goes on after it; what a run to some end does not make, because its backward starts from it,
+are changes of that table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from gpipebal.memory.gradients import SumAtStart, sums_at_start
+from gpipebal.memory.layer_peaks import chained_peak, uncopied_peak
+from gpipebal.planner.runs.chain import LayerChain
+from gpipebal.planner.runs.highest import Change
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Table = NDArray[Any]
+
+__all__ = ["GradientTables", "Living"]
+
+
+class Living(NamedTuple):
+    """An amount that lives while several layers run backwards; of every run, or the same for all.
+
+    Attributes:
+        amount: Bytes.
+        since: The first layer that finds it.
+        lowest: The least of these.
+        until: The first layer that no longer finds it: its backward makes it.
+    """
+
+    amount: Table
+    since: Table
+    lowest: int
+    until: int
+
+    def columns(self, low: int, stop: int) -> Table:
+        """Return what layers `low` to ``stop - 1`` find of it, all of them before `until`."""
+        is_found = np.arange(low, stop)[None, :] >= self.since[:, None]
+        found: Table = is_found.astype(self.amount.dtype) * self.amount[:, None]
+        return found
+
+    def taken_off(self) -> Table:
+        """Return what the layers that find any of it need less without it, as negative numbers."""
+        return -self.columns(self.lowest, self.until)
+
+
+class GradientTables:
+    """Tables of gradients.
+
+    Args:
+        chain: The layers.
+        firsts: First layers of the runs.
+        kind: Type of the numbers.
+
+    Attributes:
+        living: What lives while each layer runs backwards, in runs that go on after it: a table, or
+            one row for all.
+        sums: What the last layer of the run to each end finds summed up before it.
+    """
+
+    def __init__(self, chain: LayerChain, firsts: Table, kind: type) -> None:
+        self._profile, self._layers = chain.profile, chain.layers
+        self._firsts, self._kind = firsts, kind
+        self._flow = self._profile.gradient_flow
+        self._parts = list(self._find_parts())
+        self.living = self._add_up(len(self._layers))
+        n = self._profile.n_layers
+        #: The ends of runs whose backward starts from gradients that it is given.
+        self._goes_on = range(1, n + (chain.loss is None))
+        self._sums = list(self._find_sums())
+        self.sums: Table = np.zeros((len(firsts), n), dtype=kind)
+        for one, ends in self._sums:
+            self.sums[:, ends.start - 1 : ends.stop - 1] += self._of_sum(one)[:, None]
+
+    def _find_sums(self) -> Iterator[tuple[SumAtStart, range]]:
+        """Yield what is added up when a backward starts, and the ends of these runs, in a row."""
+        begun: dict[SumAtStart, int] = {}
+        for end in range(1, self._profile.n_layers + 1):
+            found: set[SumAtStart] = set()
+            if end < self._profile.n_layers:
+                skips = self._profile.skips
+                outgoing = [s for s in skips if s.source < end <= s.destination]
+                found.update(sums_at_start(self._profile, end, outgoing))
+            for one in begun.keys() - found:
+                yield one, range(begun.pop(one), end)
+            begun.update(dict.fromkeys(found - begun.keys(), end))
+
+    def _column(self, numbers: Sequence[int]) -> Table:
+        return np.array(numbers, dtype=self._kind)
+
+    def _until(self, place: int) -> Table:
+        """Return the first layer that is given any of a piece of memory; see `GradientMemory`."""
+        one = self._flow.memory[place]
+        if not one.sources:
+            return np.array([one.last])
+        found = np.full(len(self._firsts), one.last)
+        for source in reversed(one.sources):
+            found[self._firsts <= source] = source
+        return np.minimum(found, one.last)
+
+    def _find_parts(self) -> Iterator[Living]:
+        """Yield what lives in runs: memory that they make, and copies for runs before them."""
+        whole = set(range(len(self._flow.memory)))
+        for skip, places in zip(self._profile.skips, self._flow.skips, strict=True):
+            if skip.source == skip.destination:
+                continue
+            n_bytes = self._profile.gradient_bytes_of(skip.storages)
+            amount, since = self._column([n_bytes]), np.array([skip.source])
+            alone = [self._flow.memory[place] for place in places]
+            own = (n_bytes, skip.destination, skip.destination, (skip.source,))
+            if [tuple(one) for one in alone] == [own] and places[0] in whole:
+                # Wherever the run begins, it is as large, and nothing else is in it.
+                whole.discard(places[0])
+            else:
+                amount = amount * (self._firsts > skip.source)
+            yield Living(amount, since, skip.source, skip.destination)
+        for copy in self._flow.copies:
+            is_there = (copy.first <= self._firsts) & (self._firsts <= copy.last)
+            amount = self._column([copy.n_bytes]) * is_there
+            yield Living(amount, np.array([copy.first]), copy.first, copy.last + 1)
+        for place in sorted(whole):
+            one = self._flow.memory[place]
+            amount = self._column([one.n_bytes])
+            yield Living(amount, self._until(place), one.lowest, one.maker)
+
+    def _add_up(self, n_columns: int) -> Table:
+        row = self._column([0] * n_columns)
+        table: Table | None = None
+        for part in self._parts:
+            if len(part.amount) == len(part.since) == 1:
+                row[part.since[0] : part.until] += part.amount[0]
+            else:
+                if table is None:
+                    table = self._column([0]).repeat(len(self._firsts) * n_columns)
+                    table = table.reshape(len(self._firsts), n_columns)
+                table[:, part.lowest : part.until] += part.columns(part.lowest, part.until)
+        return row if table is None else row + table
+
+    def peaks(self, exist: bool) -> Table:
+        """Return what each layer's backward needs by itself in runs that go on after it.
+
+        Args:
+            exist: Whether gradients of parameters exist.
+
+        Returns:
+            A table, or one row for all runs.
+        """
+        found = [self.peak(k, exist) for k in range(len(self._layers))]
+        if all(len(each) == 1 for each in found):
+            return np.concatenate(found)
+        shape = (len(self._firsts),)
+        return np.stack([np.broadcast_to(each, shape) for each in found], axis=1)
+
+    def peak(self, k: int, exist: bool, started: frozenset[int] = frozenset()) -> Table:
+        """Return what one layer's backward needs by itself, of every run or the same for all.
+
+        Args:
+            k: Its index; that of the loss is the number of layers.
+            exist: Whether gradients of parameters exist.
+            started: Memory that the backward of the run started from, and does not free.
+        """
+        kept, of_runs = chained_peak(self._layers[k], exist), self._column([0])
+        for place in self._flow.given[k]:
+            one = self._flow.memory[place]
+            if place in started:
+                kept += one.n_bytes
+            elif one.lowest < k:
+                is_held = (self._until(place) < k) & (self._firsts < k)
+                of_runs = of_runs + is_held.astype(self._kind) * one.n_bytes
+        most = self._column([uncopied_peak(self._layers[k], exist)])
+        return np.minimum(most, of_runs + kept)
+
+    def changes(self, exist: bool) -> Iterator[Change]:
+        """Yield how runs to some ends differ from those that go on.
+
+        The memory of gradients that their backward starts from is not made by it, nor freed by the
+        layers that are given it; and several gradients of one tensor are added up.
+
+        Args:
+            exist: Whether gradients of parameters exist.
+        """
+        for part in self._parts:
+            ends = range(part.lowest + 2, min(part.until + 1, self._goes_on.stop))
+            if ends:
+                yield Change(ends, part.lowest, part.taken_off)
+        for k in range(self._profile.n_layers):
+            yield from self._kept_from_start(k, exist)
+        for one, ends in self._sums:
+            shape = len(self._firsts), ends.stop - 2 - (one.source + 1)
+            if shape[1] > 0:
+                amounts = partial(np.broadcast_to, self._of_sum(one)[:, None], shape)
+                yield Change(ends, one.source + 1, amounts)
+
+    def _kept_from_start(self, k: int, exist: bool) -> Iterator[Change]:
+        """Yield what layer k, if it is not the last, does not free: a backward starts from it."""
+        ends_of: dict[int, range] = {}
+        for place in self._flow.given[k]:
+            memory = self._flow.memory[place]
+            last = min(memory.maker, self._goes_on.stop - 1)
+            ends_of[place] = range(max(memory.lowest, k) + 2, last + 1)
+        bounds = {bound for ends in ends_of.values() if ends for bound in (ends.start, ends.stop)}
+        for start, stop in pairwise(sorted(bounds)):
+            started = frozenset(place for place, ends in ends_of.items() if start in ends)
+            more = self.peak(k, exist, started) - self.peak(k, exist)
+            if more.any():
+                yield Change(range(start, stop), k, partial(np.reshape, more, (-1, 1)))
+
+    def _of_sum(self, one: SumAtStart) -> Table:
+        """Return the bytes of a sum in every run."""
+        found: Table = (self._firsts <= one.first).astype(self._kind) * one.n_bytes
+        return found

@@ -1,0 +1,233 @@
+"""One forward and backward of a layer under a ledger: what it saves, and its peaks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gpipebal.pipeline.layers.attributes import tensors_in
+from gpipebal.pipeline.observers.ledger import Ledger
+from gpipebal.pipeline.process.checkpoint import phase
+from gpipebal.pipeline.values.tensors import bytes_of, has_storage, plain_parts, storage_key
+from gpipebal.profiler.chain.chain import Chain
+from gpipebal.profiler.chain.gradients import (
+    begun_inside,
+    handed_back,
+    handed_through,
+    memory_of,
+    own_gradients,
+)
+from gpipebal.profiler.chain.value import Value, roots_of
+from gpipebal.profiler.replicas.replica import kept_by
+
+__all__ = [
+    "DeviceLedger",
+    "Given",
+    "LayerRun",
+    "forward_and_backward",
+    "forward_without_graph",
+    "own_tensors",
+]
+
+#: What holds the gradients that a backward is given: its caller, to the end; or nothing else than
+#: what they are views of; or nothing else at all.
+Given = Literal["held", "views", "own"]
+
+
+class DeviceLedger(Ledger):
+    """A ledger of one kind of device: what a layer moves to another kind does not count."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._type = device.type
+
+    def _enter(self, tensor: Tensor, owner: int, *, take_over: bool) -> bool:
+        return tensor.device.type == self._type and super()._enter(
+            tensor, owner, take_over=take_over
+        )
+
+
+class _Peak:
+    """The largest memory from now on, beyond what exists now.
+
+    On CUDA the allocator sees memory that the ledger does not, for example a library's workspace:
+    the larger of the two counts.
+    """
+
+    def __init__(self, ledger: Ledger, device: torch.device) -> None:
+        self._ledger = ledger
+        self._device = device if device.type == "cuda" else None
+        self._at_start = ledger.start_peak()
+        self._allocated = 0
+        if self._device is not None:
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._allocated = torch.cuda.memory_allocated(self._device)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the peak so far."""
+        counted = self._ledger.total_peak - self._at_start
+        if self._device is None:
+            return counted
+        return max(counted, torch.cuda.max_memory_allocated(self._device) - self._allocated)
+
+
+def forward_without_graph(chain: Chain, k: int, value: Value, ledger: Ledger) -> tuple[int, int]:
+    """Return the largest memory of a forward, and the bytes of the copies made before it."""
+    with ledger.watch(0), torch.no_grad(), phase(checkpointing=True):
+        peak = _Peak(ledger, chain.device)
+        _, given = chain.prepare(k, value, wants=False)
+        # More than the inputs' own bytes where these have gaps, which copies have too.
+        copies, peak = peak.bytes, _Peak(ledger, chain.device)
+        chain.call(k, given, value)
+    return peak.bytes, copies
+
+
+class LayerRun(NamedTuple):
+    """A forward and a backward of a layer; storages by key.
+
+    Attributes:
+        forward_peak: Largest memory of the forward, in bytes, beyond what existed before.
+        backward_peak: The same for the backward.
+        until_freed: The same until the last of the gradients is freed that the backward was given.
+        passed: The layer's output.
+        saved: Bytes of each storage that was saved.
+        constant: Those of them that exist all the time.
+        through: For each input that was handed through, by place, the key of its storage and the
+            place of the output that it is.
+        kept_bytes: Bytes of what the layer keeps after its forward.
+        hands_back_own: For each input's gradient, by place, whether nothing else holds its memory.
+        hands_back: In which memory each input's gradient is, by place.
+        given: Key and bytes of the gradients that the backward began with, by place of the output.
+    """
+
+    forward_peak: int
+    backward_peak: int
+    until_freed: int
+    passed: Value
+    saved: dict[int, int]
+    constant: set[int]
+    through: dict[int, tuple[int, int]]
+    kept_bytes: int
+    hands_back_own: dict[int, bool]
+    hands_back: dict[int, tuple[int, int, int] | None]
+    given: dict[int, tuple[int, int]]
+
+
+def forward_and_backward(
+    chain: Chain,
+    k: int,
+    value: Value,
+    ledger: Ledger,
+    constants: Iterable[Tensor],
+    unwanted: Collection[int] = (),
+    *,
+    gradients: Given = "held",
+) -> LayerRun:
+    """Run forward and backward of a layer.
+
+    Args:
+        chain: A chain with the layer.
+        k: Its place in it.
+        value: What goes into it.
+        ledger: Where memory is counted.
+        constants: Tensors that exist all the time.
+        unwanted: Places of outputs whose gradients are left out. The layer is run as it is trained
+            all the same: it may ask whether its inputs need a gradient.
+        gradients: What holds the gradients that the backward is given: this function, to the end,
+            or the backward alone, until they are used.
+    """
+    packed: dict[int, weakref.ref[Any]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        for part in filter(has_storage, plain_parts(tensor)):
+            # In the order of saving: what has gone by now may have had the same key.
+            packed.pop(storage_key(part), None)
+            packed[storage_key(part)] = weakref.ref(part.untyped_storage())
+        # Not the tensor itself: an output that its own graph saves would never be freed.
+        return tensor.detach()
+
+    with ledger.watch(0):
+        inputs, given = chain.prepare(k, value, wants=True)
+        before, peak = ledger.live_now(), _Peak(ledger, chain.device)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            passed = chain.call(k, given, value)
+        torch.clear_autocast_cache()  # what only a cache holds is freed after a cell's forward
+        forward = peak.bytes
+        outputs = chain.outputs(k, passed)
+        handed = {storage_key(leaf) for leaf in outputs if has_storage(leaf)}
+        # What is gone was saved for a result that was not used; its key may be another's by now.
+        saved = _bytes_of_live(packed)
+        layer = chain.layers[k]
+        mine = {key for tensor in own_tensors(layer) for key in _keys_of(tensor)} - saved.keys()
+        for key in sorted(ledger.born_since(before) - handed - mine):
+            saved.setdefault(key, ledger.bytes_of(key) or 0)
+        for tensor in filter(has_storage, _kept_by_functions(outputs)):
+            if storage_key(tensor) not in mine:
+                saved.setdefault(storage_key(tensor), tensor.untyped_storage().nbytes())
+        constant = saved.keys() & {storage_key(tensor) for tensor in constants}
+        live = ledger.live_keys() - constant
+        saved = {key: n_bytes for key, n_bytes in saved.items() if key in live}
+        elsewhere = {*saved, *handed, *map(storage_key, filter(has_storage, given))}
+        kept = [each for each in kept_by(layer) if elsewhere.isdisjoint(_keys_of(each))]
+        freed: list[int] = []
+        ends = [None if place in unwanted else leaf for place, leaf in enumerate(outputs)]
+        made: list[Tensor | None] = [None] * len(ends)
+        if gradients == "held":
+            made = [
+                None if place in unwanted else one
+                for place, one in enumerate(chain.gradients(k, passed))
+            ]
+            roots, begun = roots_of(ends, made), 0
+        else:
+            as_views = gradients == "views"
+            roots, begun = begun_inside(ends, lambda: freed.append(peak.bytes), as_views)
+        given_in = memory_of(made)
+        through: dict[int, tuple[int, int]] = {}
+        with (
+            handed_through(inputs, ends, made, through),
+            own_gradients(inputs) as are_own,
+            handed_back(inputs, hold=gradients != "held") as back,
+        ):
+            peak = _Peak(ledger, chain.device)
+            chain.run_backward(roots, inputs, chain.names[k])
+        backward = max(0, peak.bytes - begun)
+        until_freed = max(0, freed[0] - begun) if freed else backward
+    kept_bytes = sum(map(bytes_of, kept))
+    found = (forward, backward, until_freed, passed, saved, constant, through, kept_bytes, are_own)
+    return LayerRun(*found, back, given_in)
+
+
+def _bytes_of_live(storages: Mapping[int, weakref.ref[Any]]) -> dict[int, int]:
+    """Return the bytes of those storages that live, by key."""
+    found = {key: reference() for key, reference in storages.items()}
+    return {key: storage.nbytes() for key, storage in found.items() if storage is not None}
+
+
+def _kept_by_functions(outputs: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield tensors that the caller's functions keep as attributes of their context.
+
+    Autograd does not know of them: an input among them is older than the forward.
+    """
+    waiting = [leaf.grad_fn for leaf in outputs if isinstance(leaf, Tensor)]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions]
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                yield from tensors_in(vars(node))
+
+
+def own_tensors(layer: nn.Module) -> tuple[Tensor, ...]:
+    """Return what a layer always has: parameters, buffers, tensors kept as attributes."""
+    return (*layer.parameters(), *kept_by(layer))
+
+
+def _keys_of(tensor: Tensor) -> list[int]:
+    return [storage_key(part) for part in plain_parts(tensor)]
