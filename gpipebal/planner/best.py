@@ -75,7 +75,11 @@ def _with_least_peak(posed: Posed, best: Best) -> Best:
     is_known = question.minimised in ("cost", "peak_memory") or not posed.problem.is_limited
     if is_known or math.isinf(best.lower_bound):
         return best
-    least = best_of(pose(replace(question, objective="peak_memory"), posed.chunks)).plan
+    # The method that was asked for is for another objective, and of too many kinds of devices no
+    # orders are searched for this one.
+    any_order = question.any_order and count_states(posed.problem) <= MOST_STATES
+    by_peak = replace(question, objective="peak_memory", method="auto", any_order=any_order)
+    least = best_of(pose(by_peak, posed.chunks)).plan
     if least is None:
         return best
     value = value_of(posed, to_bounds(least.balance), least.modes, least.places)

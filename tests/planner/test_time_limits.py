@@ -21,7 +21,7 @@ from gpipebal.planner import best
 from gpipebal.planner.posing import Posed
 from gpipebal.planner.schedules import search
 from gpipebal.planner.schedules.costs import ScheduleCosts
-from gpipebal.problem import Problem
+from gpipebal.problem import Device, Problem
 from gpipebal.solvers import Split, find, split
 
 
@@ -123,12 +123,28 @@ def test_a_second_search_without_time_hides_no_plan(monkeypatch: pytest.MonkeyPa
 def test_under_a_searched_schedule_the_least_peak_is_a_limit_that_fits(
     seed: int, checkpoint: str, time_limit: float | None
 ) -> None:
-    """The plan that has it is found, with no time and with much; a short time hides no plan."""
-    options = {"checkpoint": checkpoint, "partitions": 6, "schedule": "1f1b"}
+    """The plan that has it is found, with no time and with much, also if the search is named."""
+    options: dict[str, Any] = {"checkpoint": checkpoint, "partitions": 6, "schedule": "1f1b"}
     least = gb.solve(tight(seed), objective="peak_memory", **options)
-    found = gb.solve(tight(seed), memory_limit=int(least.value), time_limit=time_limit, **options)
+    options |= {"memory_limit": int(least.value), "time_limit": time_limit}
+    found = gb.solve(tight(seed), **options)
     assert max(part.memory.total for part in found.partitions) <= least.value
     assert found.lower_bound <= found.value == gb.simulate(found).makespan
+    assert gb.solve(tight(seed), method="schedule search", **options).value == found.value
+
+
+def test_too_many_kinds_of_devices_are_no_reason_that_no_plan_fits() -> None:
+    """No orders are searched for the least peak; the error is about the limits that were given."""
+    rng = random.Random(4)
+    profile = gb.Profile.from_costs(
+        [rng.randint(1, 9) for _ in range(17)],
+        saved_bytes=[rng.randint(50, 100) for _ in range(17)],
+        output_bytes=[*(rng.randint(200, 900) for _ in range(16)), 0],
+        chunks=8,
+    )
+    devices = [Device(slowness=1 + k / 100, memory_limit=7324) for k in range(14)]
+    with pytest.raises(InfeasibleError, match=r"some splits fit, but none .*\nFix: devices with"):
+        gb.solve(profile, 14, devices=devices, any_order=True, checkpoint="never")
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
