@@ -339,13 +339,16 @@ def _more_memory(question: Question, lack: int) -> Iterator[tuple[str, Question]
 def _with_more_of_their_own(
     devices: tuple[DeviceCosts, ...] | None, lack: int
 ) -> tuple[DeviceCosts, ...] | None:
-    """Give this much more to devices that have a limit of their own; None if none has."""
-    found = tuple(
-        replace(device, memory_limit=device.memory_limit + lack)
-        if isinstance(device, Device) and device.memory_limit is not None
-        else device
-        for device in devices or ()
-    )
+    """Give this much more to devices that have a limit of their own; None if none can have it."""
+    try:
+        found = tuple(
+            replace(device, memory_limit=device.memory_limit + lack)
+            if isinstance(device, Device) and device.memory_limit is not None
+            else device
+            for device in devices or ()
+        )
+    except BalanceError:
+        return None  # more than any device has
     return None if found == (devices or ()) else found
 
 

@@ -17,6 +17,7 @@ import gpipebal as gb
 from gpipebal.errors import InfeasibleError
 from gpipebal.planner import advice as planner_advice
 from gpipebal.planner import solve, top_plans
+from gpipebal.problem import Device
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
@@ -209,6 +210,15 @@ def test_limits_of_devices_grow_by_what_is_missing() -> None:
     profile = gb.Profile.from_costs([1.0] * 3, parameter_bytes=[100] * 3)
     pieces = follow_all(profile, {"partitions": 2, "memory_limit": [150, 300]})
     assert pieces[-1] == "memory_limit=[250, 400]" or pieces[-1].startswith("memory_limit=[")
+
+
+def test_more_memory_than_any_device_has_is_no_advice() -> None:
+    """Neither for the limit of all, nor for those that devices have themselves."""
+    profile = gb.Profile.from_costs([1.0], parameter_bytes=[2**63 - 1], saved_bytes=[9])
+    own: Any = {"devices": [Device(memory_limit=1)]}
+    for limits in ({"memory_limit": 1}, own, {"memory_limit": 2, **own}):
+        with pytest.raises(InfeasibleError, match=r"\nFix: a smaller model, or fewer rows"):
+            solve(profile, 1, **limits)
 
 
 @pytest.mark.parametrize(
