@@ -79,13 +79,25 @@ def _with_least_peak(posed: Posed, best: Best) -> Best:
     # orders are searched for this one.
     any_order = question.any_order and count_states(posed.problem) <= MOST_STATES
     by_peak = replace(question, objective="peak_memory", method="auto", any_order=any_order)
-    least = best_of(pose(by_peak, posed.chunks)).plan
+    least = _least_peak(pose(by_peak, posed.chunks))
     if least is None:
         return best
     value = value_of(posed, to_bounds(least.balance), least.modes, least.places)
     assert value is not None
     plan = _as_asked(posed, least, value, best.lower_bound)
     return best._replace(plan=replace(plan, notes=(*plan.notes, _BY_PEAK)))
+
+
+def _least_peak(posed: Posed) -> Plan | None:
+    """Find the plan with the least peak memory that fits, where no other one has been found."""
+    if posed.question.time_limit is None:
+        return best_of(posed).plan
+    # Only what searches for its own objective: all else has been done for the question, in vain.
+    found, clock = solved(posed, posed.problem, None), _Clock(posed.question.time_limit)
+    if found is None:
+        return None
+    plan = _least_waiting(posed, plan_of_split(posed, found), clock)
+    return plan if fits(plan) else _with_less(posed, found, plan, clock)
 
 
 def _with_less_open(posed: Posed, best: Best) -> Iterator[Posed]:
@@ -157,7 +169,8 @@ def _best_as_asked(posed: Posed) -> Best:
         return _best_way(posed, ways, found.method, clock)
     bound = found.lower_bound
     best = _with_less(posed, found, plan, clock)
-    if best is None or best.value > bound:
+    # For the least peak, `_least_waiting` has done so.
+    if question.minimised != "peak_memory" and (best is None or best.value > bound):
         careful = _solved_again(posed, posed.cautious, clock)
         tried = [] if careful is None else [plan_of_split(posed, careful)]
         tried += [] if best is None else [best]
