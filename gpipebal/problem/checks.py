@@ -132,7 +132,7 @@ def check_limit(name: str, value: object) -> int:
     if limit > _MOST_BYTES:
         raise BalanceError(
             f"{name} is more than any device has: {name}={value!r:.60} (expected at most "
-            f"{_MOST_BYTES} bytes).\nFix: {name}=None for no limit."
+            f"{_MOST_BYTES} bytes).\nFix: {name}={2**34} for 16 GiB, say."
         )
     return limit
 

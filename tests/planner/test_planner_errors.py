@@ -107,6 +107,16 @@ def test_a_bad_option_of_a_grid_is_told_once(options: dict[str, Any], message: s
     assert str(error.value).count("Fix: ") == 1
 
 
+@pytest.mark.parametrize("name", ["memory_limit", "reserve"])
+def test_what_is_said_instead_of_too_many_bytes_works(name: str) -> None:
+    """For a limit, and for what is kept free of one: without it there would be another one."""
+    options: dict[str, Any] = {"memory_limit": 2**40, name: 2**63}
+    with pytest.raises(BalanceError, match=f"^{name} is more than any device has") as error:
+        gb.solve(PROFILE, 2, **options)
+    advised = str(error.value).partition(f"\nFix: {name}=")[2].split()[0]
+    assert gb.solve(PROFILE, 2, **{**options, name: int(advised)})
+
+
 def test_an_unknown_option_of_a_grid_is_named() -> None:
     """As by the verbs beside it."""
     with pytest.raises(KindError, match="solve_grid has no argument 'memory'") as error:
