@@ -143,16 +143,19 @@ def walk_alone(
                 _repeat(walk, twin)
         else:
             # A copy of its own: it does no harm if a layer writes to its parameters.
-            replica = replicate([name], [module], device, private=(0,), keep_modes=keep_modes)[0]
+            replica = replicate([name], [module], device, private=(0,))[0]
             before = [list(walk.arrived.numbers) for walk in walks]
             subjects: dict[int, Subject] = {}
             with _reading(shares and twins.differ[k]) as reads:
+                if not keep_modes:
+                    replica.train()  # what its parts do then may depend on its options
                 for i, walk in enumerate(walks):
                     try:
                         written = subjects[0].chain.written if subjects else None
-                        subjects[i] = _look(walk, k, name, replica, routes, device, dims, written)
+                        subject = _look(walk, k, name, replica, routes, device, dims, written)
                         if reads is not None:
-                            _recompute(subjects[i])
+                            _recompute(subject)
+                        subjects[i] = subject
                     except GpipebalError as error:
                         give_up(i, error)
             for i, times in _rounds(subjects, pace, give_up).items():

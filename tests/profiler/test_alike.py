@@ -49,6 +49,18 @@ class Copied(Placed):
         return x * 2.0 if vars(self).get("doubles") else x
 
 
+class Trained(Placed):
+    """Looks at its place when it is put into training mode, as one with frozen statistics does."""
+
+    def train(self, mode: bool = True) -> None:  # type: ignore[override]
+        """Return nothing, as many do by mistake."""
+        super().train(mode)
+        self.inner.train(mode and self.place > 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh() if self.inner.training else super().forward(x)
+
+
 class Found(Placed):
     """Has its attributes found in a way of its own."""
 
@@ -109,10 +121,10 @@ READS: dict[str, tuple[type[Placed], Callable[[Any, Tensor], Tensor] | None]] = 
 }
 
 
-def n_run(layers: list[nn.Module]) -> int:
+def n_run(layers: list[nn.Module], *, training: bool = True) -> int:
     """Return how many layers an estimate runs at one size."""
     profile = gb.profile_model(
-        nn.Sequential(nn.Linear(4, 4), *layers),
+        nn.Sequential(nn.Linear(4, 4), *layers).train(training),
         torch.ones(4, 4),
         method="estimate",
         rates="CPU core",
@@ -160,6 +172,18 @@ def test_layers_that_read_what_differs_are_told_apart(name: str) -> None:
     """In whatever way and at whatever time they look at it."""
     kind, use = READS[name]
     assert n_run([kind(k, use) for k in range(3)]) == 3
+
+
+def test_layers_are_told_apart_by_what_decides_their_modes() -> None:
+    """A model in evaluation mode is profiled as it is trained: copies change their mode."""
+    assert n_run([Placed(k) for k in range(3)], training=False) == 1
+    layers: list[nn.Module] = [Trained(k) for k in range(3)]
+    assert n_run(layers, training=False) == 3
+    model = nn.Sequential(nn.Linear(4, 4), *layers).eval()
+    brief: dict[str, Any] = {"rows": (), "timeout": 0, "as_pipeline": False, "progress": False}
+    for shares in (True, False):
+        profile = gb.profile_model(model, torch.ones(4, 4), share_identical=shares, **brief)
+        assert [len(layer.saved) for layer in profile.layers[1:]] == [1, 2, 2]
 
 
 def test_values_that_layers_keep_for_themselves_make_no_difference_to_measurements() -> None:

@@ -23,13 +23,12 @@ __all__ = ["META", "Leaf", "stand_in_for"]
 META = torch.device("meta")
 
 
-def stand_in_for(name: str, layer: nn.Module, *, keep_modes: bool = True) -> nn.Module:
+def stand_in_for(name: str, layer: nn.Module) -> nn.Module:
     """Copy a layer to the meta device.
 
     Args:
         name: Its name.
         layer: The layer; it is only looked at.
-        keep_modes: Whether its parts stay in training or evaluation mode; else all are trained.
 
     Raises:
         ProfileError: it cannot be copied.
@@ -46,7 +45,7 @@ def stand_in_for(name: str, layer: nn.Module, *, keep_modes: bool = True) -> nn.
             f"layer {name!r} has a tensor that cannot be made without memory: {said(error)}\n"
             "Fix: method='measure'."
         ) from error
-    stand_in = copy_layer(name, layer, memo, keep_modes=keep_modes, copying=_CopiesToMeta())
+    stand_in = copy_layer(name, layer, memo, copying=_CopiesToMeta())
     for module in stand_in.modules():
         if isinstance(module, _BatchNorm) and module.momentum is None:
             module.momentum = 0.1  # the average over all batches would read their number

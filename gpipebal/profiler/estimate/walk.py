@@ -163,8 +163,10 @@ class Walk:
             for skip, (leaves, _) in zip(popped, known_as[1:], strict=True):
                 here.skips[skip] = (leaves, arrived.skips[skip][1])
             reading = names_read() if self._known.differ[k] else nullcontext()
-            layer = stand_in_for(self._names[k], self._layers[k], keep_modes=self._keep_modes)
+            layer = stand_in_for(self._names[k], self._layers[k])
             with reading as names:
+                if not self._keep_modes:
+                    layer.train()  # what its parts do then may depend on its options
                 found = self._run(k, layer, here, stashed, len(local.outer))
             self._known.add(k, key, found, names)
         outer = [*local.outer, *(numbers.new(n_bytes) for n_bytes in found.new_bytes)]

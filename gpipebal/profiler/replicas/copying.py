@@ -55,7 +55,7 @@ def copy_layer(
     layer: nn.Module,
     memo: dict[int, Any],
     *,
-    keep_modes: bool,
+    keep_modes: bool = True,
     copying: TorchFunctionMode | None = None,
 ) -> nn.Module:
     """Copy a layer.
@@ -77,4 +77,6 @@ def copy_layer(
             f"layer {name!r} cannot be copied: {said(error)}\n"
             "Fix: make the layer work with copy.deepcopy."
         ) from error
-    return copied if keep_modes else copied.train()
+    if not keep_modes:
+        copied.train()  # classes may have one of their own, that returns nothing
+    return copied
