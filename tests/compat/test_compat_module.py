@@ -285,7 +285,7 @@ def test_layers_numbered_anew_are_not_mixed_up() -> None:
         pipe.load_state_dict(state, strict=False)
 
 
-@pytest.mark.parametrize("change", ["replace", "delete", "append", "rename"])
+@pytest.mark.parametrize("change", ["replace", "delete", "rename"])
 def test_other_layers_in_a_partition_are_refused(change: str) -> None:
     """A layer can be replaced; what adds or takes one away would run something else."""
     pipe = GPipe(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), [1, 2], chunks=2)
@@ -294,8 +294,6 @@ def test_other_layers_in_a_partition_are_refused(change: str) -> None:
         pipe.partitions[1] = nn.Sequential(nn.Tanh(), nn.Linear(2, 2))
     elif change == "delete":
         del pipe.partitions[1][1]
-    elif change == "append":
-        pipe.partitions[0].append(nn.Tanh())
     else:
         pipe.partitions[0].add_module("z", nn.Tanh())
     for use in (lambda: pipe(torch.ones(4, 2)), pipe.state_dict):
@@ -328,6 +326,20 @@ def test_a_layer_replaced_in_the_pipeline_is_in_its_partition() -> None:
     assert list(pipe) == before and list(pipe._modules) == ["0", "1", "2"]
 
 
+def test_functions_that_convert_modules_take_a_pipeline() -> None:
+    """They replace the children of each module by what they have made of them, by name."""
+    norm, other = nn.BatchNorm1d(2), nn.ReLU()
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), norm, other), [1, 2], chunks=2)
+    assert nn.SyncBatchNorm.convert_sync_batchnorm(pipe) is pipe
+    assert type(pipe.partitions[1][0]) is type(pipe[1]) is nn.SyncBatchNorm
+    for name, child in pipe.named_children():
+        setattr(pipe, name, child)
+    pipe.partitions[1].add_module("1", norm)
+    assert pipe(torch.ones(4, 2)).shape == (4, 2) and list(pipe)[1:] == [norm, other]
+    with pytest.raises(RuntimeError, match="no modules besides its layers: partitions=ModuleList"):
+        pipe.add_module("partitions", nn.ModuleList())
+
+
 def test_a_layer_that_is_added_does_not_take_the_place_of_another() -> None:
     """What is appended gets a number counted from 0, whatever the names of the layers are."""
     layers = [nn.Linear(2, 2) for _ in range(3)]
@@ -337,10 +349,12 @@ def test_a_layer_that_is_added_does_not_take_the_place_of_another() -> None:
         lambda partition: partition.extend([nn.Tanh()]),
         lambda partition: partition.insert(1, nn.Tanh()),
         lambda partition: partition.__iadd__(nn.Sequential(nn.Tanh())),
+        lambda partition: partition.__imul__(2),
     ]
     for add in adds:
-        with pytest.raises(RuntimeError, match=r"cannot be added to a partition.*\nFix: "):
-            add(pipe.partitions[1])
+        for partition in pipe.partitions:
+            with pytest.raises(RuntimeError, match=r"cannot be added to a partition.*\nFix: "):
+                add(partition)
     assert [layer for partition in pipe.partitions for layer in partition] == layers
     assert pipe(torch.ones(4, 2)).shape == (4, 2)
 

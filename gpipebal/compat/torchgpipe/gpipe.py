@@ -224,6 +224,8 @@ class GPipe(gpipebal.pipeline.GPipe):
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """Replace the layer of this name, in its partition; refuse to add one."""
+        if module is self.partitions:
+            return  # what converts all modules sets each child again, after what is in it
         super().add_module(name, module)
         for partition in self.partitions:
             if name in partition._modules:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -22,15 +22,16 @@ class PartitionLayers(nn.Sequential):
     first and its last layer, and see what goes into and comes out of the partition.
     """
 
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Refuse a name that is taken: `append` counts from 0, and may come to such a one."""
-        if name in self._modules:
-            raise _cannot_be_added()
-        super().add_module(name, module)
+    def _deny_more_layers(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse to add any, which torch numbers from 0: they would take the places of others."""
+        raise PipelineError(
+            "a layer cannot be added to a partition: the pipeline has as many as its balance "
+            "counts.\n"
+            "Fix: change the nn.Sequential, and make another pipeline of it; or replace a layer, "
+            "pipe.partitions[j][k] = layer."
+        )
 
-    def insert(self, index: int, module: nn.Module) -> Self:
-        """Refuse: it would move layers to the names of others."""
-        raise _cannot_be_added()
+    append = extend = insert = __iadd__ = __imul__ = _deny_more_layers
 
     def register_forward_pre_hook(
         self, hook: Callable[..., Any], *, prepend: bool = False, with_kwargs: bool = False
@@ -86,14 +87,6 @@ class PartitionLayers(nn.Sequential):
     register_state_dict_post_hook = register_state_dict_pre_hook
     register_load_state_dict_pre_hook = register_state_dict_pre_hook
     register_load_state_dict_post_hook = register_state_dict_pre_hook
-
-
-def _cannot_be_added() -> PipelineError:
-    return PipelineError(
-        "a layer cannot be added to a partition: it would take the place of another one.\n"
-        "Fix: change the nn.Sequential, and make another pipeline of it; or replace a layer, "
-        "pipe.partitions[j][k] = layer."
-    )
 
 
 class _Both(RemovableHandle):
