@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -443,6 +444,32 @@ def test_operations_that_torch_does_not_know_without_values_are_named() -> None:
     with pytest.raises(ProfileError, match=text) as error:
         estimate_profile(model, sample)
     assert str(error.value).count("Fix: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "n_groups"),
+    [
+        ((8, 12), (12, 16), None),  # nothing says where groups end
+        ((3, 4, 8), (3, 8, 16), 3),  # they are apart already
+        ((2, 4, 8), (3, 8, 16), None),
+        ((12, 8), (3, 8, 16), 4),
+        ((12, 7), (3, 8, 16), 3),
+        ((8,), (3, 8, 16), 3),
+    ],
+)
+def test_products_of_groups_that_do_not_fit_are_refused(
+    one: tuple[int, ...], other: tuple[int, ...], n_groups: int | None
+) -> None:
+    """As a device refuses them; without values too."""
+
+    def product(x: Tensor) -> Tensor:
+        ends = None if n_groups is None else x.new_ones(n_groups).int()
+        return torch._grouped_mm(x.new_ones(one), x.new_ones(other), offs=ends) + x.sum()
+
+    model, sample = nn.Sequential(Apply(product)), torch.ones(2, 2)
+    for way in (measured, partial(estimate_profile, **ON_CPU)):
+        with pytest.raises(ProfileError, match=r"layer '0' .* failed on a micro-batch"):
+            way(model, sample)
 
 
 def test_a_size_that_a_layer_refuses_is_left_out() -> None:

@@ -109,11 +109,22 @@ def in_groups(
     """Return the products of matrices by groups, as those of a mixture of experts.
 
     Where a matrix has no dimension for the groups, its rows or columns are divided among them.
+
+    Raises:
+        RuntimeError: as on a device, they do not fit each other.
     """
-    torch._check(one.shape[-1] == other.shape[-2], lambda: "groups have other rows than columns")
-    n_groups = [] if offs is None else [offs.shape[0]]
-    groups = {4: n_groups, 5: [], 6: [one.shape[0]]}[one.dim() + other.dim()]
-    shape = [*groups, one.shape[-2], other.shape[-1]]
+    several = [each for each in (one, other) if each.dim() == 3]
+    known = {each.shape[0] for each in (*several, *([] if offs is None else [offs]))}
+    torch._check(
+        all(each.dim() in (2, 3) for each in (one, other))
+        and one.shape[-1] == other.shape[-2]
+        and (offs is None) == (len(several) == 2)
+        and len(known) == 1,
+        lambda: "matrices of groups do not fit each other",
+    )
+    shape = [one.shape[-2], other.shape[-1]]
+    if len(several) != 1:
+        shape = [*known, *shape]
     made = one.new_empty(0, dtype=out_dtype)
     step = _ALIGNMENT // made.element_size()
     row = -(-shape[-1] // step) * step
