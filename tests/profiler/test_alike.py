@@ -61,6 +61,26 @@ class Trained(Placed):
         return super().forward(x).tanh() if self.inner.training else super().forward(x)
 
 
+class InSlot(Placed):
+    """Has its place where its dictionary has not, and is copied with it."""
+
+    __slots__ = ("empty", "place")
+
+    def __init__(self, place: int, use: Any) -> None:
+        super().__init__(place, use)
+        del self.inner.place
+
+    def __getstate__(self) -> Any:
+        return {**vars(self), "place": self.place}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.place = vars(self).pop("place")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.place
+
+
 class Found(Placed):
     """Has its attributes found in a way of its own."""
 
@@ -114,6 +134,7 @@ READS: dict[str, tuple[type[Placed], Callable[[Any, Tensor], Tensor] | None]] = 
     "of a copy": (Placed, lambda layer, x: x + copy.copy(layer).place),
     "when it is copied": (Copied, None),
     "in a way of its own": (Found, None),
+    "in a slot": (InSlot, None),
     "in a hook": (Placed, in_a_hook),
     "in a backward": (Placed, lambda layer, x: InBackward.apply(x, layer)),
     "without a graph": (Placed, only_in(lambda: not torch.is_grad_enabled())),

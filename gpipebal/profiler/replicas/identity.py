@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import types
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -137,13 +137,26 @@ def identity_of(layer: nn.Module) -> Identity:
             tensors(module._buffers),
             tuple(
                 attribute(name, value)
-                for name, value in vars(module).items()
+                for name, value in (*vars(module).items(), *_in_slots(module))
                 if name not in _LOOKED_AT
             ),
         )
         for path, module in layer.named_modules(remove_duplicate=False)
     )
     return Identity(form, tuple(options))
+
+
+def _in_slots(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes that a module does not have in its dictionary, with their names."""
+    for kind in type(module).__mro__:
+        if "__slots__" not in vars(kind):
+            continue
+        for name, slot in vars(kind).items():
+            if isinstance(slot, types.MemberDescriptorType):
+                try:
+                    yield name, slot.__get__(module)
+                except AttributeError:
+                    continue  # it has no value
 
 
 def _is_option(value: Any) -> bool:
