@@ -152,10 +152,17 @@ def walk_alone(
                 for i, walk in enumerate(walks):
                     try:
                         written = subjects[0].chain.written if subjects else None
-                        subject = _look(walk, k, name, replica, routes, device, dims, written)
-                        if reads is not None:
-                            _recompute(subject)
-                        subjects[i] = subject
+                        subjects[i] = _look(
+                            walk,
+                            k,
+                            name,
+                            replica,
+                            routes,
+                            device,
+                            dims,
+                            written,
+                            again=reads is not None,
+                        )
                     except GpipebalError as error:
                         give_up(i, error)
             for i, times in _rounds(subjects, pace, give_up).items():
@@ -180,10 +187,13 @@ def _look(
     device: torch.device,
     out_dims: Any,
     written: list[frozenset[int]] | None,
+    *,
+    again: bool,
 ) -> Subject:
     """Find out all about a layer that needs no repeats, and go on after it.
 
-    The inputs that it writes to are found out at the first size, when `written` is None.
+    The inputs that it writes to are found out at the first size, when `written` is None. With
+    `again` it is also recomputed, as it will be clocked: only then it may read more.
     """
     popped = [key for key, (_, destination) in routes.items() if destination == k]
     on_host = walk.arrived.value
@@ -204,6 +214,9 @@ def _look(
     walk.arrived = moved(passed, _HOST)
     # Its input comes again for every round: only one size is on the device at a time.
     chain.start = on_host
+    if again:
+        with _brought(chain):
+            chain.recompute()
     return Subject(chain)
 
 
@@ -218,12 +231,6 @@ def _reading(wanted: bool) -> Iterator[set[str] | None]:
         return
     with run_eagerly(), names_read() as names:
         yield names
-
-
-def _recompute(subject: Subject) -> None:
-    """Run a layer as it will be clocked and has not been looked at: only then it may read more."""
-    with _brought(subject.chain):
-        subject.chain.recompute()
 
 
 def _rounds(

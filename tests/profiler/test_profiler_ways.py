@@ -445,6 +445,7 @@ def test_a_target_that_does_not_fit_is_told_before_anything_is_clocked(
     found = profile(model, sample, target=torch.zeros(8, dtype=torch.long), **options)
     assert rounds and found.step.loss is None and found.step.whole_loss is not None
     used = {k for layer in found.layers for k in (*layer.outputs, *layer.saved)}
+    used |= {k for layer in found.layers for k in layer.gradient_storages or ()}
     used |= {*found.inputs, *found.step.gathered}
     used |= {*found.step.whole_loss.outputs, *found.step.whole_loss.saved}
     assert set(range(len(found.storages))) <= used | set(found.without_gradient)
