@@ -293,8 +293,10 @@ def _tells_nothing(profile: Profile, k: int, names: Iterable[str]) -> bool:
     layers = (*profile.layers[:k], layer, *profile.layers[k + 1 :])
     without = replace(profile, layers=layers, other_sizes=())
     return without.gradients_into(k) == profile.gradients_into(k) and all(
-        chained_peak(layer, exist) == chained_peak(profile.layers[k], exist)
+        chained_peak(layer, exist, inside=inside)
+        == chained_peak(profile.layers[k], exist, inside=inside)
         for exist in (False, True)
+        for inside in (False, True)
     )
 
 

@@ -44,11 +44,13 @@ statistics of a batch normalisation) is kept until its backward.
 **Tied parameters** belong to the first partition that has them. Each partition that uses them has
 gradients of its own until the end of the step, when all are added up in the first.
 
+**Gradients that share memory**, as those of a sum or a concatenation do, are passed on as they are
+inside a partition, and copied at a cut: by its first layer, and by one that pops what an earlier
+partition has stashed.
+
 **Upper bounds.** A layer's peak is that of the layer alone, while its output and that output's
-gradient are held too. In a chain both may be freed while its backward still runs; and gradients
-that share memory, as those of a concatenation do, are passed on as they are, where a cut would copy
-them. So a partition may need less than predicted, by at most these two tensors and the gradients of
-one layer's inputs.
+gradient are held too. In a chain both may be freed while its backward still runs. So a partition
+may need less than predicted, by at most these two tensors.
 
 **The optimizer's step** comes after all of this: parameters, gradients and state, and what the step
 itself needs temporarily. It is the peak where layers have many parameters and small outputs.

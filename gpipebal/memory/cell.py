@@ -354,9 +354,11 @@ class Cell:
 
     def backward_peak(self, k: int, layer: LayerProfile, gradients_exist: bool) -> int:
         """Return the largest memory of a layer's backward in this cell, in the place of layer k."""
-        peak = uncopied_peak(layer, gradients_exist)
+        inside = k > 0 and all(skip.destination != self.first + k for skip in self.incoming)
+        peak = uncopied_peak(layer, gradients_exist, inside=inside)
         if k + 1 < len(self.layers):
-            peak = min(peak, chained_peak(layer, gradients_exist) + self._gradients.kept(k))
+            chained = chained_peak(layer, gradients_exist, inside=inside)
+            peak = min(peak, chained + self._gradients.kept(k))
         # What is handed through is copied only where it goes through the whole cell.
         return peak if k or not self.handed_through else peak + copied(layer, gradients_exist)
 

@@ -52,13 +52,26 @@ def copied(layer: LayerProfile, gradients_exist: bool) -> int:
     return min(layer.copied_bytes, backward_peak(layer, gradients_exist))
 
 
-def uncopied_peak(layer: LayerProfile, gradients_exist: bool) -> int:
-    """Return the largest memory of a layer's backward that makes no such copies."""
-    return backward_peak(layer, gradients_exist) - copied(layer, gradients_exist)
+def uncopied_peak(layer: LayerProfile, gradients_exist: bool, *, inside: bool) -> int:
+    """Return the largest memory of a layer's backward without copies of what is handed through.
+
+    Args:
+        layer: Costs of the layer.
+        gradients_exist: Whether gradients of its parameters exist.
+        inside: Whether all its inputs come from other layers of the partition. Then no gradient is
+            copied because others have a part of its memory.
+    """
+    peak = backward_peak(layer, gradients_exist) - copied(layer, gradients_exist)
+    return max(0, peak - layer.cut_copied_bytes) if inside else peak
 
 
-def chained_peak(layer: LayerProfile, gradients_exist: bool) -> int:
-    """Return the largest memory of a backward that frees what it is given once it is used."""
+def chained_peak(layer: LayerProfile, gradients_exist: bool, *, inside: bool) -> int:
+    """Return the largest memory of a backward that frees what it is given once it is used.
+
+    Arguments are those of `uncopied_peak`.
+    """
     exist = layer.chained_accumulating_peak_bytes if gradients_exist else None
     known = layer.chained_peak_bytes if exist is None else exist
-    return uncopied_peak(layer, gradients_exist) if known is None else known
+    if known is None:
+        return uncopied_peak(layer, gradients_exist, inside=inside)
+    return max(0, known - layer.chained_cut_copied_bytes) if inside else known

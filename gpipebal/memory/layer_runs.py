@@ -96,8 +96,10 @@ def _in_run(layer: LayerProfile, saved: tuple[int, ...], remade: int, least: int
     without = layer.no_grad_forward_peak_bytes
     peaks = [max(least, remade + backward_peak(layer, exist)) for exist in (False, True)]
     # The recompute itself makes no copies that could be spared.
-    uncopied = [max(least, remade + uncopied_peak(layer, exist)) for exist in (False, True)]
-    chained = [max(least, remade + chained_peak(layer, exist)) for exist in (False, True)]
+    uncopied, chained = (
+        [max(least, remade + peak(layer, exist, inside=False)) for exist in (False, True)]
+        for peak in (uncopied_peak, chained_peak)
+    )
     return replace(
         layer,
         backward_time=layer.backward_time + layer.recompute_time,
@@ -109,6 +111,9 @@ def _in_run(layer: LayerProfile, saved: tuple[int, ...], remade: int, least: int
         chained_peak_bytes=chained[0],
         chained_accumulating_peak_bytes=chained[1],
         copied_bytes=min(one - other for one, other in zip(peaks, uncopied, strict=True)),
+        # The run keeps the gradients of its inputs apart, wherever it is.
+        cut_copied_bytes=0,
+        chained_cut_copied_bytes=0,
     )
 
 

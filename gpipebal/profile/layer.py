@@ -79,6 +79,12 @@ class LayerProfile:
             gradients which exist already.
         copied_bytes: How much of `backward_peak_bytes` and of `accumulating_peak_bytes` is copies
             of gradients that are handed through: only the first layer of a partition makes them.
+        cut_copied_bytes: How much of these peaks, beside `copied_bytes`, is copies of gradients of
+            its inputs that share memory with each other, or are parts of larger ones: only the
+            first layer of a partition makes them, and one that pops what an earlier partition has
+            stashed.
+        chained_cut_copied_bytes: The same of `chained_peak_bytes` and of
+            `chained_accumulating_peak_bytes`, where they are known.
         optimizer_peak_bytes: Largest memory of the optimizer's step on its parameters beyond what
             existed at its start, without state that is made only once; None: not known.
         optimizer_carried_bytes: How much more that is where an earlier layer of the partition has
@@ -118,6 +124,8 @@ class LayerProfile:
     chained_peak_bytes: int | None = None
     chained_accumulating_peak_bytes: int | None = None
     copied_bytes: int = 0
+    cut_copied_bytes: int = 0
+    chained_cut_copied_bytes: int = 0
     optimizer_peak_bytes: int | None = None
     optimizer_carried_bytes: int = 0
     fingerprint: str = ""

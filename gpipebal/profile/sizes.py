@@ -62,6 +62,8 @@ _COUNTS = (
     "chained_peak_bytes",
     "chained_accumulating_peak_bytes",
     "copied_bytes",
+    "cut_copied_bytes",
+    "chained_cut_copied_bytes",
     "output_gradient_bytes",
     # What a layer keeps as an attribute may belong to a micro-batch.
     "buffer_bytes",

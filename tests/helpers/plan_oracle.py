@@ -69,6 +69,8 @@ def profiles(draw: st.DrawFn, largest: int = 5, shortest: int = 0) -> gb.Profile
             chained_peak_bytes=draw(unknown),
             chained_accumulating_peak_bytes=draw(unknown),
             copied_bytes=draw(few),
+            cut_copied_bytes=draw(few),
+            chained_cut_copied_bytes=draw(few),
             optimizer_peak_bytes=draw(unknown),
             optimizer_carried_bytes=draw(few),
         )

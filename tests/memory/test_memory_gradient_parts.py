@@ -123,6 +123,19 @@ def skip_added() -> list[nn.Module]:
     return [*way_there, Add().isolate(ns), nn.Linear(WIDE, 8)]
 
 
+def added_at_the_peak() -> list[nn.Module]:
+    """The same, with nothing that needs more than the addition and what is around it."""
+    ns = Namespace()
+    way_there = [nn.Linear(NARROW, WIDE), Keep().isolate(ns), nn.Tanh(), nn.Tanh()]
+    return [*way_there, Add().isolate(ns), nn.Tanh(), nn.Linear(WIDE, 8)]
+
+
+def beside_at_the_peak() -> list[nn.Module]:
+    """The same, with a concatenation."""
+    way_there = [nn.Linear(NARROW, WIDE), nn.Tanh(), Keep(), nn.Tanh()]
+    return [*way_there, Beside(), nn.Linear(2 * WIDE, 8)]
+
+
 def constants_beside() -> list[nn.Module]:
     """The gradient of a narrow value is a part of that of a wide concatenation."""
     return [nn.Linear(NARROW, NARROW), Busy(), WithOnes(), nn.Linear(WIDE + NARROW, 8)]
@@ -253,6 +266,8 @@ CHAINS = [
     skip_beside,
     two_skips_beside,
     skip_added,
+    added_at_the_peak,
+    beside_at_the_peak,
     constants_beside,
     handed_on,
     wide_value_beside,
@@ -309,6 +324,20 @@ def test_parts_hold_the_whole(make: Any, rows: int) -> None:
                     memory = partition.memory
                     least = memory.total - memory.waiting
                     assert least - FEW <= n_bytes <= memory.total + FEW, (balance, checkpoint)
+
+
+def test_gradients_in_one_memory_are_copied_only_at_a_cut() -> None:
+    """A profile tells copies of gradients that have memory in common from what layers make."""
+    inputs, n_bytes = torch.randn(48, NARROW), 48 * WIDE * 4
+    added = measured(nn.Sequential(*added_at_the_peak()), inputs).layers[4]
+    beside = measured(nn.Sequential(*beside_at_the_peak()), inputs).layers[4]
+    for layer in (added, beside):
+        assert layer.backward_peak_bytes == layer.cut_copied_bytes == 2 * n_bytes
+    # Of two inputs whose gradient is one tensor, the second takes it over.
+    assert added.chained_peak_bytes == added.chained_cut_copied_bytes == n_bytes
+    assert beside.chained_cut_copied_bytes == 2 * n_bytes
+    others = measured(nn.Sequential(*handed_on()), inputs).layers
+    assert [layer.cut_copied_bytes > 0 for layer in others] == [False] * 5 + [True, False]
 
 
 @pytest.mark.parametrize("make", NEARLY)

@@ -49,6 +49,8 @@ def at_work(profile: gb.Profile) -> gb.Profile:
             layer,
             handed_through=(),
             copied_bytes=0,
+            cut_copied_bytes=0,
+            chained_cut_copied_bytes=0,
             forward_peak_bytes=layer.forward_peak_bytes + most,
             no_grad_forward_peak_bytes=more(layer.no_grad_forward_peak_bytes, most),
             backward_peak_bytes=layer.backward_peak_bytes + back,

@@ -283,6 +283,8 @@ def _with_many_skips(rng: random.Random) -> gb.Profile:
             backward_peak_bytes=rng.randint(0, 900),
             chained_peak_bytes=rng.choice([None, 50]),
             copied_bytes=rng.choice([0, 30]),
+            cut_copied_bytes=rng.choice([0, 0, 200]),
+            chained_cut_copied_bytes=rng.choice([0, 0, 40]),
         )
         for k in range(n)
     )

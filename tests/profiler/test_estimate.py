@@ -36,6 +36,8 @@ COUNTED = (
     "saved",
     "handed_through",
     "copied_bytes",
+    "cut_copied_bytes",
+    "chained_cut_copied_bytes",
     "output_gradient_bytes",
     "output_bytes",
     "parameter_bytes",

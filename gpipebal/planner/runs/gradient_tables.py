@@ -168,7 +168,8 @@ class GradientTables:
             exist: Whether gradients of parameters exist.
             started: Memory that the backward of the run started from, and does not free.
         """
-        kept, of_runs = chained_peak(self._layers[k], exist), self._column([0])
+        layer = self._layers[k]
+        kept, of_runs = chained_peak(layer, exist, inside=True), self._column([0])
         for place in self._flow.given[k]:
             one = self._flow.memory[place]
             if place in started:
@@ -176,8 +177,23 @@ class GradientTables:
             elif one.lowest < k:
                 is_held = (self._until(place) < k) & (self._firsts < k)
                 of_runs = of_runs + is_held.astype(self._kind) * one.n_bytes
-        most = self._column([uncopied_peak(self._layers[k], exist)])
+        most = self._column([uncopied_peak(layer, exist, inside=True)])
+        copies = [
+            peak(layer, exist, inside=False) - peak(layer, exist, inside=True)
+            for peak in (uncopied_peak, chained_peak)
+        ]
+        if any(copies):
+            most = most + self.is_cut(k) * copies[0]
+            of_runs = of_runs + self.is_cut(k) * copies[1]
         return np.minimum(most, of_runs + kept)
+
+    def is_cut(self, k: int) -> Table:
+        """Tell, with 1 or 0 for every run, whether it is given inputs of one of its layers.
+
+        The first layer's, and what a layer pops that one before the run has stashed.
+        """
+        sources = [s.source for s in self._profile.skips if s.source < s.destination == k]
+        return (self._firsts > min([k - 1, *sources])).astype(self._kind)
 
     def changes(self, exist: bool) -> Iterator[Change]:
         """Yield how runs to some ends differ from those that go on.

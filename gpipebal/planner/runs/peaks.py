@@ -14,6 +14,7 @@ from gpipebal.memory.layer_peaks import (
     copied,
     first_forward_peak,
     forward_peak,
+    uncopied_peak,
 )
 from gpipebal.memory.loss import around_loss
 from gpipebal.planner.runs.ends import RunEnds
@@ -337,6 +338,11 @@ class RunPeaks:
         passes[self._n :] = False  # the loss
         is_all = passes[None, :] & (np.arange(len(layers))[None, :] == self.firsts[:, None])
         own = own - np.where(is_all, 0, copies_made)[:, ends - 1]
+        for k, layer in enumerate(layers):
+            copies_cut = uncopied_peak(layer, exist, inside=False)
+            copies_cut -= uncopied_peak(layer, exist, inside=True)
+            if copies_cut:
+                own[:, ends - 1 == k] -= ((1 - self._gradients.is_cut(k)) * copies_cut)[:, None]
         for first, end in chain.handed_through():  # there it is copied at the beginning
             own[self.firsts == first, end - 1] += copies_made[first]
         if not exist:

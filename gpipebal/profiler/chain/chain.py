@@ -26,6 +26,7 @@ from gpipebal.profiler.chain.failures import (
     shapes_of,
     whole_backward_failed,
 )
+from gpipebal.profiler.chain.gradients import from_before
 from gpipebal.profiler.chain.outputs import dims_of_leaves
 from gpipebal.profiler.chain.value import (
     Record,
@@ -61,6 +62,7 @@ class Chain:
             of these layers gives the output of the chain; as `GPipe` takes it.
 
     Attributes:
+        only_inputs: As given.
         written: For each layer, which of its inputs (popped ones count after the others) it writes
             to. Those are copied before the layer runs, and the copy is not clocked.
         stop: Set from outside to end a round before its next layer.
@@ -86,7 +88,7 @@ class Chain:
         self.written: list[frozenset[int]] = [frozenset()] * len(names)
         self.stop = threading.Event()
         self.clock = Clock(device)
-        self._only_inputs = only_inputs
+        self.only_inputs = only_inputs
         self._out_dims = out_dims
         self._pops: list[list[Key]] = [[] for _ in names]
         self._stashes: list[list[Key]] = [[] for _ in names]
@@ -138,6 +140,7 @@ class Chain:
         *,
         wants: bool,
         protect: bool = False,
+        inside: bool = False,
     ) -> tuple[list[Any], list[Any]]:
         """Cut off the inputs of layer k, and copy those that it writes to, or, with `protect`, all.
 
@@ -146,12 +149,17 @@ class Chain:
             value: What goes into it.
             wants: Whether the gradients of its inputs are wanted.
             protect: Whether to copy all inputs.
+            inside: Whether the inputs are not to be leaves, but as another layer would give them:
+                their gradients go on to that, and are not kept.
 
         Returns:
-            The leaves of autograd, and what the layer is to be given.
+            The leaves of autograd (with `inside` what stands for them), and what the layer is to be
+            given.
         """
         torch.clear_autocast_cache()  # a block that was made before has a cache of its own
         inputs = as_leaves(self.inputs(k, value), wants=wants and self.first + k > 0)
+        if inside:
+            inputs = from_before(inputs)
         places = range(len(inputs)) if protect else self.written[k]
         return inputs, cloned(inputs, places, value.views)
 
@@ -344,7 +352,7 @@ class Chain:
 
         Args:
             roots: Tensors to start from, with their gradients.
-            inputs: Leaves of autograd that are the layer's input.
+            inputs: The layer's input; gradients of leaves of autograd are kept in them.
             layer: Name of the layer; None: the whole chain.
 
         Raises:
@@ -352,8 +360,8 @@ class Chain:
             RoundStoppedError: `stop` is set.
         """
         self._check_stop()
-        leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
-        wanted = leaves if self._only_inputs else None
+        leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad and x.is_leaf]
+        wanted = leaves if self.only_inputs else None
         if not roots or wanted == []:
             return False
         tensors, gradients = [root[0] for root in roots], [root[1] for root in roots]

@@ -15,6 +15,7 @@ from gpipebal.pipeline.values.tensors import bytes_of, has_storage, is_shared, s
 
 __all__ = [
     "begun_inside",
+    "from_before",
     "handed_back",
     "handed_through",
     "memory_of",
@@ -98,6 +99,27 @@ class _Begin(torch.autograd.Function):
         for one in made:
             weakref.finalize(one.untyped_storage(), gone, storage_key(one)).atexit = False
         return None, None, *(one.view(one.shape) if ctx.as_views else one for one in made)
+
+
+def from_before(inputs: Iterable[Any]) -> list[Any]:
+    """Make of leaves what a layer would get from another one that is in front of it.
+
+    Their gradients are not kept: autograd would copy those that something else holds.
+    """
+    return [_Before.apply(leaf) if needs_gradient(leaf) else leaf for leaf in inputs]
+
+
+class _Before(torch.autograd.Function):
+    """Stand for a layer that returned a tensor; its backward does nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        # Not a view for autograd, like most of what layers return.
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        return None
 
 
 @contextmanager

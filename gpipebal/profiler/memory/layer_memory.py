@@ -12,33 +12,17 @@ from gpipebal.errors import ProfileError
 from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profiler.chain.numbers import Numbers, distinct_numbers
 from gpipebal.profiler.chain.value import Routes
+from gpipebal.profiler.memory.backward_peaks import BackwardPeaks
 from gpipebal.profiler.replicas.replica import kept_by
 from gpipebal.skip.tracker import Key
 
 __all__ = [
     "ChainGradients",
-    "ChainedPeak",
     "LayerGradients",
     "LayerMemory",
     "given_their_own",
     "number_gradients",
 ]
-
-
-class ChainedPeak(NamedTuple):
-    """Largest memory of a backward that frees the gradients it is given, beyond what it began with.
-
-    Attributes:
-        whole: From its beginning to its end.
-        until_freed: Until the last of these gradients is freed.
-    """
-
-    whole: int
-    until_freed: int
-
-    def where_they_hold(self, excess: int) -> int:
-        """Return the largest memory where these gradients hold so many more bytes than theirs."""
-        return max(self.until_freed, self.whole - excess)
 
 
 class LayerGradients(NamedTuple):
@@ -69,10 +53,7 @@ class LayerMemory:
     """Memory of one layer; storages are numbered over the whole chain.
 
     Attributes:
-        chained_peaks: Peaks of a backward in a chain, where no gradients of parameters exist and
-            where they do.
-        own_chained_peaks: The same where nothing else holds the memory of the gradients that come
-            in: torch may add to them in place.
+        peaks: Largest memory of its backward.
         hands_back_own: For each of its inputs, by place, whether the gradient that it hands back is
             such too: if those that come in are not, and if they are.
         hands_through: Places of inputs whose gradients go back as they came, and of the outputs
@@ -93,15 +74,11 @@ class LayerMemory:
     forward_peak_bytes: int
     no_grad_forward_peak_bytes: int
     written_input_bytes: int
-    backward_peak_bytes: int
-    accumulating_peak_bytes: int
-    chained_peaks: tuple[ChainedPeak, ChainedPeak]
-    own_chained_peaks: tuple[ChainedPeak, ChainedPeak]
+    peaks: BackwardPeaks
     hands_back_own: Mapping[int, tuple[bool, bool]]
     hands_through: Mapping[int, int]
     gradients: LayerGradients
     stashes: bool
-    copied_bytes: int
     kept_buffer_bytes: int
     saved_buffer_bytes: int
     kept_bytes: int
@@ -137,12 +114,8 @@ class LayerMemory:
                 f"(expected {n_before}, as many as before).\nFix: run model(sample) once."
             )
         columns = vars(self) | own | {"gradient_storages": storages}
-        chained = self.own_chained_peaks if given_own else self.chained_peaks
-        for key, peak in zip(
-            ("chained_peak_bytes", "chained_accumulating_peak_bytes"), chained, strict=True
-        ):
-            columns[key] = peak.where_they_hold(excess)
-        del columns["chained_peaks"], columns["own_chained_peaks"]
+        columns |= self.peaks.columns(given_own=given_own, excess=excess)
+        del columns["peaks"]
         del columns["kept_bytes"], columns["n_parameters"]
         del columns["hands_back_own"], columns["hands_through"], columns["stashes"]
         del columns["gradients"]

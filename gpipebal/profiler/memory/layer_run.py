@@ -102,6 +102,7 @@ class LayerRun(NamedTuple):
         kept_bytes: Bytes of what the layer keeps after its forward.
         hands_back_own: For each input's gradient, by place, whether nothing else holds its memory.
         hands_back: In which memory each input's gradient is, by place.
+        has_copied: Whether the gradient that is kept of an input is a copy.
         given: Key and bytes of the gradients that the backward began with, by place of the output.
     """
 
@@ -115,6 +116,7 @@ class LayerRun(NamedTuple):
     kept_bytes: int
     hands_back_own: dict[int, bool]
     hands_back: dict[int, tuple[int, int, int] | None]
+    has_copied: bool
     given: dict[int, tuple[int, int]]
 
 
@@ -127,6 +129,7 @@ def forward_and_backward(
     unwanted: Collection[int] = (),
     *,
     gradients: Given = "held",
+    inside: bool = False,
 ) -> LayerRun:
     """Run forward and backward of a layer.
 
@@ -140,6 +143,7 @@ def forward_and_backward(
             all the same: it may ask whether its inputs need a gradient.
         gradients: What holds the gradients that the backward is given: this function, to the end,
             or the backward alone, until they are used.
+        inside: Whether another layer is in front of it, which is given the gradients of the inputs.
     """
     packed: dict[int, weakref.ref[Any]] = {}
 
@@ -152,7 +156,7 @@ def forward_and_backward(
         return tensor.detach()
 
     with ledger.watch(0):
-        inputs, given = chain.prepare(k, value, wants=True)
+        inputs, given = chain.prepare(k, value, wants=True, inside=inside)
         before, peak = ledger.live_now(), _Peak(ledger, chain.device)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             passed = chain.call(k, given, value)
@@ -191,15 +195,26 @@ def forward_and_backward(
         with (
             handed_through(inputs, ends, made, through),
             own_gradients(inputs) as are_own,
-            handed_back(inputs, hold=gradients != "held") as back,
+            handed_back(inputs, hold=inside or gradients != "held") as back,
         ):
             peak = _Peak(ledger, chain.device)
             chain.run_backward(roots, inputs, chain.names[k])
         backward = max(0, peak.bytes - begun)
         until_freed = max(0, freed[0] - begun) if freed else backward
+        has_copied = any(
+            each is not None
+            and inputs[place].is_leaf
+            and _is_elsewhere(inputs[place].grad, each[0])
+            for place, each in back.items()
+        )
     kept_bytes = sum(map(bytes_of, kept))
     found = (forward, backward, until_freed, passed, saved, constant, through, kept_bytes, are_own)
-    return LayerRun(*found, back, given_in)
+    return LayerRun(*found, back, has_copied, given_in)
+
+
+def _is_elsewhere(gradient: Tensor | None, key: int) -> bool:
+    """Tell whether a gradient is in other memory than that of a key."""
+    return gradient is not None and has_storage(gradient) and storage_key(gradient) != key
 
 
 def _bytes_of_live(storages: Mapping[int, weakref.ref[Any]]) -> dict[int, int]:

@@ -20,8 +20,9 @@ from gpipebal.profiler.chain.failures import memory_for
 from gpipebal.profiler.chain.gradients import needs_gradient
 from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers, number_of
 from gpipebal.profiler.chain.value import Value, roots_of
+from gpipebal.profiler.memory.backward_peaks import BackwardRun, find_peaks
 from gpipebal.profiler.memory.buffers import copies_of_large, kept_buffers
-from gpipebal.profiler.memory.layer_memory import ChainedPeak, LayerGradients, LayerMemory
+from gpipebal.profiler.memory.layer_memory import LayerGradients, LayerMemory
 from gpipebal.profiler.memory.layer_run import (
     DeviceLedger,
     Given,
@@ -71,7 +72,7 @@ def measure_layer_memory(
             known[key] = numbers.new(n_bytes)
     through_numbers = distinct_numbers(known[key] for key, _ in run.through.values())
     saved_numbers = distinct_numbers(known[key] for key in run.saved)
-    forward, backward, through = run.forward_peak, run.backward_peak, set(run.through)
+    forward, through = run.forward_peak, set(run.through)
     ends = {output for _, output in run.through.values()}
     hands_through = {
         place: output for place, (_, output) in run.through.items() if run.hands_back_own[place]
@@ -87,30 +88,20 @@ def measure_layer_memory(
         stashed=[len(hands_on.skips[key]) for key in chain.stashed(k)],
     )
     gradient_bytes = sum(bytes_of(x) for x in run.passed.leaves if needs_gradient(x))
+    held = BackwardRun.of(run)
     # Their keys are used up: they may be given to new storages from now on.
     del run, known
     hands_on.value = hands_on.value.without_graph()
 
-    def backward_again(
-        unwanted: Collection[int] = (), given: Given = "held", *, keeps: bool = False
-    ) -> tuple[ChainedPeak, dict[int, bool]]:
-        """Return other peaks, and which inputs it hands gradients that nothing else holds.
+    def again(unwanted: Collection[int], given: Given, inside: bool) -> BackwardRun:
+        run = forward_and_backward(
+            chain, k, value, ledger, constants, unwanted, gradients=given, inside=inside
+        )
+        return BackwardRun.of(run)
 
-        Without `keeps` the gradients of parameters are dropped.
-        """
-        again = forward_and_backward(chain, k, value, ledger, constants, unwanted, gradients=given)
-        if not keeps:
-            for parameter in layer.parameters():
-                parameter.grad = None
-        return ChainedPeak(again.backward_peak, again.until_freed), again.hands_back_own
-
-    accumulating, _ = backward_again(keeps=True)
-    # In a chain, the gradients that come in are freed, and what is handed through is not copied.
-    chained_accumulating, _ = backward_again(ends, "views", keeps=True)
-    own_accumulating, _ = backward_again(ends, "own")
-    chained, hands_back = backward_again(ends, "views")
-    own_chained, hands_back_if_given = backward_again(ends, "own")
-    without_copies = backward_again(ends)[0].whole if ends else backward
+    peaks, hands_back = find_peaks(
+        again, held, ends, layer.parameters(), finds_inside=not chain.only_inputs
+    )
     memory = LayerMemory(
         outputs=hands_on.storages,
         saved=saved_numbers,
@@ -121,19 +112,15 @@ def measure_layer_memory(
         forward_peak_bytes=forward,
         no_grad_forward_peak_bytes=without_graph,
         written_input_bytes=copies,
-        backward_peak_bytes=backward,
-        accumulating_peak_bytes=accumulating.whole,
-        chained_peaks=(chained, chained_accumulating),
-        own_chained_peaks=(own_chained, own_accumulating),
+        peaks=peaks,
         # In these runs what is handed through is not handed back at all, also if it is a view.
         hands_back_own={
-            place: (hands_back.get(place, False), hands_back_if_given.get(place, False))
+            place: hands_back.get(place, (False, False))
             for place in {*hands_back, *through} - hands_through.keys()
         },
         hands_through=hands_through,
         gradients=gradients,
         stashes=bool(chain.stashed(k)),
-        copied_bytes=max(0, backward - without_copies),
         kept_buffer_bytes=sum(kept.values()),
         saved_buffer_bytes=sum(kept[key] for key in saved_buffers),
         kept_bytes=kept_bytes,

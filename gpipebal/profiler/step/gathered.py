@@ -82,7 +82,7 @@ def measure_gathered(
 def most_bytes(layers: Sequence[nn.Module], memory: Sequence[LayerMemory]) -> int:
     """Return the most that one layer needs: parameters, gradients, and what it makes."""
     return max(
-        2 * parameter_bytes(layer) + found.forward_peak_bytes + found.backward_peak_bytes
+        2 * parameter_bytes(layer) + found.forward_peak_bytes + found.peaks.new
         for layer, found in zip(layers, memory, strict=True)
     )
 

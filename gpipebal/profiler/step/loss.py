@@ -128,8 +128,8 @@ def describe_loss(
         output_bytes=memory.output_bytes,
         forward_peak_bytes=memory.forward_peak_bytes,
         no_grad_forward_peak_bytes=memory.no_grad_forward_peak_bytes,
-        backward_peak_bytes=memory.backward_peak_bytes,
-        accumulating_peak_bytes=memory.accumulating_peak_bytes,
+        backward_peak_bytes=memory.peaks.new,
+        accumulating_peak_bytes=memory.peaks.added,
         kept_buffer_bytes=memory.kept_buffer_bytes,
         saved_buffer_bytes=memory.saved_buffer_bytes,
     )

@@ -1,0 +1,184 @@
+"""Largest memory of a layer's backward, in the places that the layer can have in a partition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from gpipebal.profiler.memory.layer_run import Given, LayerRun
+
+__all__ = ["BackwardPeaks", "BackwardRun", "ChainedPeak", "PlacePeaks", "find_peaks"]
+
+
+class ChainedPeak(NamedTuple):
+    """Largest memory of a backward that frees the gradients it is given, beyond what it began with.
+
+    Attributes:
+        whole: From its beginning to its end.
+        until_freed: Until the last of these gradients is freed.
+    """
+
+    whole: int
+    until_freed: int
+
+    def where_they_hold(self, excess: int) -> int:
+        """Return the largest memory where these gradients hold so many more bytes than theirs."""
+        return max(self.until_freed, self.whole - excess)
+
+
+#: What holds the gradients that come in, in the order of `PlacePeaks`.
+_GIVEN: tuple[Given, ...] = ("held", "views", "own")
+
+#: Where no gradients of parameters exist, and where they do.
+_Pair = tuple[ChainedPeak, ChainedPeak]
+
+
+class BackwardRun(NamedTuple):
+    """What there is to know of a backward that is over.
+
+    Attributes:
+        peak: Its peak.
+        hands_back_own: For each input's gradient, by place, whether nothing else holds its memory.
+        has_copied: Whether the gradient that is kept of an input is a copy.
+    """
+
+    peak: ChainedPeak
+    hands_back_own: dict[int, bool]
+    has_copied: bool
+
+    @classmethod
+    def of(cls, run: LayerRun) -> BackwardRun:
+        """Leave out the tensors."""
+        peak = ChainedPeak(run.backward_peak, run.until_freed)
+        return cls(peak, run.hands_back_own, run.has_copied)
+
+
+class PlacePeaks(NamedTuple):
+    """Peaks of a layer's backward with the same in front of it: a cut, or another layer.
+
+    Attributes:
+        last: Of the last layer of a partition: what it is given is held to its end.
+        before_views: With a layer behind it that hands back views, or what others hold too.
+        before_own: With one that hands back memory which nothing else holds: torch may add to that
+            in place.
+    """
+
+    last: _Pair
+    before_views: _Pair
+    before_own: _Pair
+
+    def before(self, given_own: bool, excess: int) -> tuple[int, int]:
+        """Return the peaks with another layer behind it; arguments as of `LayerMemory.columns`."""
+        new, added = self.before_own if given_own else self.before_views
+        return new.where_they_hold(excess), added.where_they_hold(excess)
+
+
+class BackwardPeaks(NamedTuple):
+    """Peaks of a layer's backward.
+
+    Attributes:
+        first: In the first layer of a partition: the gradients of its inputs are kept, and copied
+            if something else holds their memory.
+        inside: With another layer in front of it, which is given these gradients as they are; the
+            same as `first` if nothing is copied.
+        copied_bytes: How much of `first` in the last layer is copies of what is handed through.
+    """
+
+    first: PlacePeaks
+    inside: PlacePeaks
+    copied_bytes: int
+
+    @property
+    def new(self) -> int:
+        """Bytes where no gradients of parameters exist, in a partition of this layer alone."""
+        return self.first.last[0].whole
+
+    @property
+    def added(self) -> int:
+        """The same where gradients exist already."""
+        return self.first.last[1].whole
+
+    def columns(self, *, given_own: bool, excess: int) -> dict[str, int]:
+        """Return the columns of a layer profile; arguments as of `LayerMemory.columns`."""
+        chained = self.first.before(given_own, excess)
+        inside = self.inside.before(given_own, excess)
+        copied = _least(self.first.last[way].whole - self.inside.last[way].whole for way in (0, 1))
+        return {
+            "backward_peak_bytes": self.new,
+            "accumulating_peak_bytes": self.added,
+            "chained_peak_bytes": chained[0],
+            "chained_accumulating_peak_bytes": chained[1],
+            "copied_bytes": self.copied_bytes,
+            "cut_copied_bytes": max(0, copied - self.copied_bytes),
+            "chained_cut_copied_bytes": _least(
+                one - other for one, other in zip(chained, inside, strict=True)
+            ),
+        }
+
+
+def find_peaks(
+    run: Callable[[Collection[int], Given, bool], BackwardRun],
+    held: BackwardRun,
+    through: Collection[int],
+    parameters: Iterable[Tensor],
+    *,
+    finds_inside: bool,
+) -> tuple[BackwardPeaks, dict[int, tuple[bool, bool]]]:
+    """Run a layer in all places that it can have.
+
+    Args:
+        run: Runs it; takes the places of outputs whose gradients are left out, what holds the
+            gradients that it is given, and whether another layer is in front of it.
+        held: How it ran in a partition of this layer alone.
+        through: Places of outputs whose gradients are handed through.
+        parameters: Its parameters. Their gradients are those of `held`; they are dropped.
+        finds_inside: Whether to look at it with another layer in front of it, if there something
+            is not copied.
+
+    Returns:
+        The peaks; and by place, of which inputs it hands back gradients that nothing else holds: if
+        those that come in are not such, and if they are.
+    """
+    parameters = [parameter for parameter in parameters if parameter.requires_grad]
+
+    def again(given: Given, inside: bool, *, keeps: bool = False) -> BackwardRun:
+        # With a layer behind it what is handed through is not copied, so it is left out.
+        found = run(() if given == "held" else through, given, inside)
+        if not keeps:
+            drop()
+        return found
+
+    def drop() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+
+    def of_place(held: BackwardRun, inside: bool) -> tuple[PlacePeaks, Sequence[BackwardRun]]:
+        """Find peaks; gradients of parameters are those of `held`."""
+        added = []
+        if parameters:
+            added = [again(given, inside, keeps=True) for given in _GIVEN]
+            drop()
+        new = [held, *(again(given, inside) for given in _GIVEN[1:])]
+        pairs = zip(new, added or new, strict=True)
+        return PlacePeaks(*((one.peak, other.peak) for one, other in pairs)), new
+
+    first, (_, views, own) = of_place(held, False)
+    hands_back = {
+        place: (views.hands_back_own.get(place, False), own.hands_back_own.get(place, False))
+        for place in views.hands_back_own.keys() | own.hands_back_own.keys()
+    }
+    copied = 0
+    if through:
+        copied = max(0, held.peak.whole - run(through, "held", False).peak.whole)
+        drop()
+    inside = first
+    if held.has_copied and finds_inside:
+        inside, _ = of_place(run((), "held", True), True)
+    return BackwardPeaks(first, inside, copied), hands_back
+
+
+def _least(differences: Iterable[int]) -> int:
+    """Return the least of what is copied in several ways; nothing if one needs less with copies."""
+    return max(0, min(differences))
