@@ -87,7 +87,7 @@ def describe_layers(
                 names[k],
                 module,
                 given_own=given_own[k],
-                excess=gradients.excess[k],
+                memory=gradients.given[k],
                 storages=gradients.storages[k],
             ),
         )

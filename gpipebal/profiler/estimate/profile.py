@@ -357,7 +357,7 @@ class _Work:
                     self.names[k],
                     module,
                     given_own=given_own[k],
-                    excess=gradients.excess[k],
+                    memory=gradients.given[k],
                     storages=gradients.storages[k],
                 ),
             )

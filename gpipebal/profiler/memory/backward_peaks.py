@@ -9,7 +9,20 @@ from torch import Tensor
 
 from gpipebal.profiler.memory.layer_run import Given, LayerRun
 
-__all__ = ["BackwardPeaks", "BackwardRun", "ChainedPeak", "PlacePeaks", "find_peaks"]
+__all__ = ["BackwardPeaks", "BackwardRun", "ChainedPeak", "GivenMemory", "PlacePeaks", "find_peaks"]
+
+
+class GivenMemory(NamedTuple):
+    """How the memory of gradients differs from that of gradients which each have their own.
+
+    Attributes:
+        excess: How many bytes more it has; fewer, if two of them are the same.
+        early: How many bytes at most of gradients that are used up stay, because others that are
+            not have the same memory.
+    """
+
+    excess: int = 0
+    early: int = 0
 
 
 class ChainedPeak(NamedTuple):
@@ -23,9 +36,9 @@ class ChainedPeak(NamedTuple):
     whole: int
     until_freed: int
 
-    def where_they_hold(self, excess: int) -> int:
-        """Return the largest memory where these gradients hold so many more bytes than theirs."""
-        return max(self.until_freed, self.whole - excess)
+    def in_memory(self, memory: GivenMemory) -> int:
+        """Return the largest memory where these gradients lie in other memory than their own."""
+        return max(self.until_freed + memory.early, self.whole - memory.excess)
 
 
 #: What holds the gradients that come in, in the order of `PlacePeaks`.
@@ -69,10 +82,10 @@ class PlacePeaks(NamedTuple):
     before_views: _Pair
     before_own: _Pair
 
-    def before(self, given_own: bool, excess: int) -> tuple[int, int]:
+    def before(self, given_own: bool, memory: GivenMemory) -> tuple[int, int]:
         """Return the peaks with another layer behind it; arguments as of `LayerMemory.columns`."""
         new, added = self.before_own if given_own else self.before_views
-        return new.where_they_hold(excess), added.where_they_hold(excess)
+        return new.in_memory(memory), added.in_memory(memory)
 
 
 class BackwardPeaks(NamedTuple):
@@ -100,10 +113,10 @@ class BackwardPeaks(NamedTuple):
         """The same where gradients exist already."""
         return self.first.last[1].whole
 
-    def columns(self, *, given_own: bool, excess: int) -> dict[str, int]:
+    def columns(self, *, given_own: bool, memory: GivenMemory) -> dict[str, int]:
         """Return the columns of a layer profile; arguments as of `LayerMemory.columns`."""
-        chained = self.first.before(given_own, excess)
-        inside = self.inside.before(given_own, excess)
+        chained = self.first.before(given_own, memory)
+        inside = self.inside.before(given_own, memory)
         copied = _least(self.first.last[way].whole - self.inside.last[way].whole for way in (0, 1))
         return {
             "backward_peak_bytes": self.new,

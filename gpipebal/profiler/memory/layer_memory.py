@@ -12,7 +12,7 @@ from gpipebal.errors import ProfileError
 from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profiler.chain.numbers import Numbers, distinct_numbers
 from gpipebal.profiler.chain.value import Routes
-from gpipebal.profiler.memory.backward_peaks import BackwardPeaks
+from gpipebal.profiler.memory.backward_peaks import BackwardPeaks, GivenMemory
 from gpipebal.profiler.replicas.replica import kept_by
 from gpipebal.skip.tracker import Key
 
@@ -91,7 +91,7 @@ class LayerMemory:
         layer: nn.Module,
         *,
         given_own: bool,
-        excess: int,
+        memory: GivenMemory,
         storages: tuple[int, ...] | None,
     ) -> dict[str, Any]:
         """Return the columns of a layer profile, with what the layer has all the time.
@@ -101,7 +101,7 @@ class LayerMemory:
             name: Name of the layer.
             layer: The caller's layer, of which a copy ran.
             given_own: What `given_their_own` says of it.
-            excess: What `number_gradients` says of it, and so the next.
+            memory: What `number_gradients` says of it, and so the next.
             storages: What the gradients lie in that it is given for its output.
 
         Raises:
@@ -114,7 +114,7 @@ class LayerMemory:
                 f"(expected {n_before}, as many as before).\nFix: run model(sample) once."
             )
         columns = vars(self) | own | {"gradient_storages": storages}
-        columns |= self.peaks.columns(given_own=given_own, excess=excess)
+        columns |= self.peaks.columns(given_own=given_own, memory=memory)
         del columns["peaks"]
         del columns["kept_bytes"], columns["n_parameters"]
         del columns["hands_back_own"], columns["hands_through"], columns["stashes"]
@@ -146,12 +146,12 @@ class ChainGradients(NamedTuple):
 
     Attributes:
         storages: For each layer, those of what its backward is given for its output.
-        excess: For each layer, how many bytes more they have than the gradients themselves.
+        given: For each layer, how they differ from gradients that each have memory of their own.
         skips: For each skip, those of its gradient.
     """
 
     storages: Sequence[tuple[int, ...] | None]
-    excess: Sequence[int]
+    given: Sequence[GivenMemory]
     skips: Mapping[Key, tuple[int, ...] | None]
 
 
@@ -168,7 +168,7 @@ def number_gradients(
         numbers: Takes the storages.
     """
     storages: list[tuple[int, ...] | None] = []
-    excess: list[int] = []
+    given: list[GivenMemory] = []
     skips: dict[Key, _Numbered] = {}
     value: _Numbered | None = None
     for k in reversed(range(len(memory))):
@@ -179,13 +179,11 @@ def number_gradients(
         if value is None:
             value = {p: numbers.new(n) for p, (_, n) in gradients.given.items() if p < place}
         storages.append(_distinct(value))
-        found = sum(map(numbers.bytes.__getitem__, storages[-1] or ()))
-        own = sum(n for p, (_, n) in gradients.given.items() if value.get(p) is not None)
-        excess.append(0 if storages[-1] is None else found - own)
         arrived = dict(value)
         for key, n_leaves in zip(stashed, gradients.stashed, strict=True):
             arrived |= {place + p: number for p, number in skips[key].items()}
             place += n_leaves
+        given.append(_given_memory(gradients, value, arrived, numbers))
         back = _handed_back(gradients, arrived, numbers)
         place = gradients.n_inputs - sum(gradients.popped)
         value = {p: number for p, number in back.items() if p < place}
@@ -193,7 +191,7 @@ def number_gradients(
             skips[key] = {p - place: back[p] for p in back if place <= p < place + n_leaves}
             place += n_leaves
     by_skip = {key: _distinct(numbered) for key, numbered in skips.items()}
-    return ChainGradients(storages[::-1], excess[::-1], by_skip)
+    return ChainGradients(storages[::-1], given[::-1], by_skip)
 
 
 #: Numbers of the storages of gradients, by place of the tensor; None: it has none of its own.
@@ -204,6 +202,35 @@ _Numbered = dict[int, int | None]
 def _distinct(numbered: _Numbered) -> tuple[int, ...] | None:
     """Return the numbers, each once; None: one is not known."""
     return None if None in numbered.values() else distinct_numbers(numbered.values())
+
+
+def _given_memory(
+    gradients: LayerGradients, value: _Numbered, arrived: _Numbered, numbers: Numbers
+) -> GivenMemory:
+    """Compare the memory of gradients with that of gradients which each have their own.
+
+    Args:
+        gradients: Those of a layer.
+        value: Where the gradients of its output are.
+        arrived: The same, with those of what it has stashed, if that is popped in its partition.
+        numbers: Bytes of the memory.
+    """
+    own = {place: n_bytes for place, (_, n_bytes) in gradients.given.items()}
+
+    def excess(numbered: _Numbered) -> int:
+        if None in numbered.values():
+            return 0
+        found = sum(numbers.bytes[number] for number in _distinct(numbered) or ())
+        return found - sum(own.get(place, 0) for place in numbered)
+
+    parts: dict[int, list[int]] = {}
+    for place, number in arrived.items():
+        if number is not None and place in own:
+            parts.setdefault(number, []).append(own[place])
+    early = sum(
+        max(0, min(sum(each), numbers.bytes[number]) - min(each)) for number, each in parts.items()
+    )
+    return GivenMemory(min(excess(value), excess(arrived)), early)
 
 
 def _handed_back(gradients: LayerGradients, arrived: _Numbered, numbers: Numbers) -> _Numbered:
