@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from gpipebal.profile import Profile, SkipProfile
 
-__all__ = ["RunGradients", "SumAtStart", "sums_at_start"]
+__all__ = ["RunGradients", "SumAtStart", "stashed_since", "sums_at_start"]
 
 
 class SumAtStart(NamedTuple):
@@ -59,6 +59,23 @@ def sums_at_start(
             yield SumAtStart(storage, profile.bytes_of([storage]), max(stashed), given[-2])
 
 
+def stashed_since(profile: Profile, layer: int) -> int | None:
+    """Return the last layer that has stashed what a layer is given; None: none has.
+
+    Of several gradients of that, the first to come is that of the skip. Autograd adds what the
+    layer hands back to it piece by piece, in memory of its own.
+    """
+    if not layer or not profile.layers[layer].stashed_sum_bytes:
+        return None
+    value = profile.with_gradient(profile.layers[layer - 1].outputs)
+    sources = [
+        skip.source
+        for skip in profile.skips
+        if skip.source < layer < skip.destination and not value.isdisjoint(skip.storages)
+    ]
+    return max(sources, default=None)
+
+
 class RunGradients:
     """Memory of gradients in one partition; layers are counted from its first.
 
@@ -88,6 +105,10 @@ class RunGradients:
         for copy in self._flow.copies:
             if copy.first <= first <= copy.last < self._stop - 1:
                 lives(first, copy.last + 1, copy.n_bytes)
+        for k in range(first + 1, end):
+            since = stashed_since(profile, k)
+            if since is not None and since >= first:
+                lives(k, k + 1, profile.layers[k].stashed_sum_bytes)
         self._living = list(accumulate(changes))
         outgoing = [s for s in profile.skips if first <= s.source < end <= s.destination]
         self._sums = list(sums_at_start(profile, end, outgoing))

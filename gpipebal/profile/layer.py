@@ -85,6 +85,9 @@ class LayerProfile:
             stashed.
         chained_cut_copied_bytes: The same of `chained_peak_bytes` and of
             `chained_accumulating_peak_bytes`, where they are known.
+        stashed_sum_bytes: How much more than these peaks it needs if what it is given is stashed
+            too, by an earlier layer of the partition: the sum of what comes back both ways, if the
+            layer hands back its own share in several pieces.
         optimizer_peak_bytes: Largest memory of the optimizer's step on its parameters beyond what
             existed at its start, without state that is made only once; None: not known.
         optimizer_carried_bytes: How much more that is where an earlier layer of the partition has
@@ -126,6 +129,7 @@ class LayerProfile:
     copied_bytes: int = 0
     cut_copied_bytes: int = 0
     chained_cut_copied_bytes: int = 0
+    stashed_sum_bytes: int = 0
     optimizer_peak_bytes: int | None = None
     optimizer_carried_bytes: int = 0
     fingerprint: str = ""

@@ -64,6 +64,7 @@ _COUNTS = (
     "copied_bytes",
     "cut_copied_bytes",
     "chained_cut_copied_bytes",
+    "stashed_sum_bytes",
     "output_gradient_bytes",
     # What a layer keeps as an attribute may belong to a micro-batch.
     "buffer_bytes",

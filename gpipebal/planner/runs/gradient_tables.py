@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gpipebal.memory.gradients import SumAtStart, sums_at_start
+from gpipebal.memory.gradients import SumAtStart, stashed_since, sums_at_start
 from gpipebal.memory.layer_peaks import chained_peak, uncopied_peak
 from gpipebal.planner.runs.chain import LayerChain
 from gpipebal.planner.runs.highest import Change
@@ -64,7 +64,7 @@ class GradientTables:
     Attributes:
         living: What lives while each layer runs backwards, in runs that go on after it: a table, or
             one row for all.
-        sums: What the last layer of the run to each end finds summed up before it.
+        sums: What the last layer of the run to each end finds summed up, or sums up early.
     """
 
     def __init__(self, chain: LayerChain, firsts: Table, kind: type) -> None:
@@ -80,6 +80,8 @@ class GradientTables:
         self.sums: Table = np.zeros((len(firsts), n), dtype=kind)
         for one, ends in self._sums:
             self.sums[:, ends.start - 1 : ends.stop - 1] += self._of_sum(one)[:, None]
+        for part in self._sums_of_stashed():
+            self.sums[:, part.lowest] += part.amount
 
     def _find_sums(self) -> Iterator[tuple[SumAtStart, range]]:
         """Yield what is added up when a backward starts, and the ends of these runs, in a row."""
@@ -127,10 +129,19 @@ class GradientTables:
             is_there = (copy.first <= self._firsts) & (self._firsts <= copy.last)
             amount = self._column([copy.n_bytes]) * is_there
             yield Living(amount, np.array([copy.first]), copy.first, copy.last + 1)
+        yield from self._sums_of_stashed()
         for place in sorted(whole):
             one = self._flow.memory[place]
             amount = self._column([one.n_bytes])
             yield Living(amount, self._until(place), one.lowest, one.maker)
+
+    def _sums_of_stashed(self) -> Iterator[Living]:
+        """Yield what layers need for sums of what they hand back, and what skips do."""
+        for k in range(self._profile.n_layers):
+            since = stashed_since(self._profile, k)
+            if since is not None:
+                amount = self._column([self._layers[k].stashed_sum_bytes]) * (self._firsts <= since)
+                yield Living(amount, np.array([k]), k, k + 1)
 
     def _add_up(self, n_columns: int) -> Table:
         row = self._column([0] * n_columns)

@@ -63,6 +63,7 @@ class Chain:
 
     Attributes:
         only_inputs: As given.
+        has_skips: Whether there are skips in the whole chain.
         written: For each layer, which of its inputs (popped ones count after the others) it writes
             to. Those are copied before the layer runs, and the copy is not clocked.
         stop: Set from outside to end a round before its next layer.
@@ -88,7 +89,7 @@ class Chain:
         self.written: list[frozenset[int]] = [frozenset()] * len(names)
         self.stop = threading.Event()
         self.clock = Clock(device)
-        self.only_inputs = only_inputs
+        self.only_inputs, self.has_skips = only_inputs, bool(routes)
         self._out_dims = out_dims
         self._pops: list[list[Key]] = [[] for _ in names]
         self._stashes: list[list[Key]] = [[] for _ in names]

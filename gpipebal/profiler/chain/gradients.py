@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
 
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.values.tensors import bytes_of, has_storage, is_shared, storage_key
@@ -21,6 +22,7 @@ __all__ = [
     "memory_of",
     "needs_gradient",
     "own_gradients",
+    "used_again",
 ]
 
 #: All that is needed to make a gradient: shape, dtype and device.
@@ -120,6 +122,37 @@ class _Before(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:
         return None
+
+
+def used_again(inputs: Sequence[Any], outputs: Iterable[Any]) -> frozenset[int]:
+    """Find the inputs whose gradients come in several pieces, which autograd adds up.
+
+    Args:
+        inputs: Leaves of autograd, or what stands for them.
+        outputs: What was made of them.
+
+    Returns:
+        Their places.
+    """
+    places = {
+        get_gradient_edge(leaf).node: place
+        for place, leaf in enumerate(inputs)
+        if needs_gradient(leaf)
+    }
+    pieces = [0] * len(inputs)
+    seen: set[Node] = set()
+    waiting = [get_gradient_edge(leaf).node for leaf in outputs if needs_gradient(leaf)]
+    while waiting:
+        node = waiting.pop()
+        if node in seen or node in places:
+            continue
+        seen.add(node)
+        for before, _ in node.next_functions:
+            if before is not None:
+                waiting.append(before)
+                if before in places:
+                    pieces[places[before]] += 1
+    return frozenset(place for place, n_pieces in enumerate(pieces) if n_pieces > 1)
 
 
 @contextmanager

@@ -12,6 +12,10 @@ from gpipebal.profiler.memory.layer_run import Given, LayerRun
 __all__ = ["BackwardPeaks", "BackwardRun", "ChainedPeak", "GivenMemory", "PlacePeaks", "find_peaks"]
 
 
+#: Runs a layer once more; see `find_peaks`.
+RunAgain = Callable[[Collection[int], Given, bool, Collection[int]], "BackwardRun"]
+
+
 class GivenMemory(NamedTuple):
     """How the memory of gradients differs from that of gradients which each have their own.
 
@@ -55,17 +59,19 @@ class BackwardRun(NamedTuple):
         peak: Its peak.
         hands_back_own: For each input's gradient, by place, whether nothing else holds its memory.
         has_copied: Whether the gradient that is kept of an input is a copy.
+        used_again: Places of inputs whose gradients come in several pieces.
     """
 
     peak: ChainedPeak
     hands_back_own: dict[int, bool]
     has_copied: bool
+    used_again: frozenset[int]
 
     @classmethod
     def of(cls, run: LayerRun) -> BackwardRun:
         """Leave out the tensors."""
         peak = ChainedPeak(run.backward_peak, run.until_freed)
-        return cls(peak, run.hands_back_own, run.has_copied)
+        return cls(peak, run.hands_back_own, run.has_copied, run.used_again)
 
 
 class PlacePeaks(NamedTuple):
@@ -97,11 +103,13 @@ class BackwardPeaks(NamedTuple):
         inside: With another layer in front of it, which is given these gradients as they are; the
             same as `first` if nothing is copied.
         copied_bytes: How much of `first` in the last layer is copies of what is handed through.
+        stashed_sum_bytes: How much more it needs if what it is given is stashed too.
     """
 
     first: PlacePeaks
     inside: PlacePeaks
     copied_bytes: int
+    stashed_sum_bytes: int
 
     @property
     def new(self) -> int:
@@ -118,12 +126,19 @@ class BackwardPeaks(NamedTuple):
         chained = self.first.before(given_own, memory)
         inside = self.inside.before(given_own, memory)
         copied = _least(self.first.last[way].whole - self.inside.last[way].whole for way in (0, 1))
+        if memory.excess > 0 or memory.early:
+            # Where nothing else holds a gradient, it is kept instead of a copy; but not a part.
+            new, added = (
+                max(*pair) for pair in zip(chained, (i + copied for i in inside), strict=True)
+            )
+            chained = new, added
         return {
             "backward_peak_bytes": self.new,
             "accumulating_peak_bytes": self.added,
             "chained_peak_bytes": chained[0],
             "chained_accumulating_peak_bytes": chained[1],
             "copied_bytes": self.copied_bytes,
+            "stashed_sum_bytes": self.stashed_sum_bytes,
             "cut_copied_bytes": max(0, copied - self.copied_bytes),
             "chained_cut_copied_bytes": _least(
                 one - other for one, other in zip(chained, inside, strict=True)
@@ -132,7 +147,7 @@ class BackwardPeaks(NamedTuple):
 
 
 def find_peaks(
-    run: Callable[[Collection[int], Given, bool], BackwardRun],
+    run: RunAgain,
     held: BackwardRun,
     through: Collection[int],
     parameters: Iterable[Tensor],
@@ -143,7 +158,8 @@ def find_peaks(
 
     Args:
         run: Runs it; takes the places of outputs whose gradients are left out, what holds the
-            gradients that it is given, and whether another layer is in front of it.
+            gradients that it is given, whether another layer is in front of it, and the places of
+            inputs that this stashes too.
         held: How it ran in a partition of this layer alone.
         through: Places of outputs whose gradients are handed through.
         parameters: Its parameters. Their gradients are those of `held`; they are dropped.
@@ -156,9 +172,11 @@ def find_peaks(
     """
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
 
-    def again(given: Given, inside: bool, *, keeps: bool = False) -> BackwardRun:
+    def again(
+        given: Given, inside: bool, *, keeps: bool = False, stashed: Collection[int] = ()
+    ) -> BackwardRun:
         # With a layer behind it what is handed through is not copied, so it is left out.
-        found = run(() if given == "held" else through, given, inside)
+        found = run(() if given == "held" else through, given, inside, stashed)
         if not keeps:
             drop()
         return found
@@ -184,12 +202,17 @@ def find_peaks(
     }
     copied = 0
     if through:
-        copied = max(0, held.peak.whole - run(through, "held", False).peak.whole)
+        copied = max(0, held.peak.whole - run(through, "held", False, ()).peak.whole)
         drop()
-    inside = first
+    inside, more = first, 0
     if held.has_copied and finds_inside:
-        inside, _ = of_place(run((), "held", True), True)
-    return BackwardPeaks(first, inside, copied), hands_back
+        inside, _ = of_place(run((), "held", True, ()), True)
+    if held.used_again and finds_inside:
+        # The first piece of the gradient is added to what has come before, and not the second.
+        for given, (alone, _) in zip(_GIVEN, inside, strict=True):
+            stashed = again(given, True, stashed=held.used_again).peak
+            more = max(more, *(one - other for one, other in zip(stashed, alone, strict=True)))
+    return BackwardPeaks(first, inside, copied, more), hands_back
 
 
 def _least(differences: Iterable[int]) -> int:

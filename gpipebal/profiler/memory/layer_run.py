@@ -20,8 +20,9 @@ from gpipebal.profiler.chain.gradients import (
     handed_through,
     memory_of,
     own_gradients,
+    used_again,
 )
-from gpipebal.profiler.chain.value import Value, roots_of
+from gpipebal.profiler.chain.value import Value, random_gradients, roots_of
 from gpipebal.profiler.replicas.replica import kept_by
 
 __all__ = [
@@ -103,6 +104,8 @@ class LayerRun(NamedTuple):
         hands_back_own: For each input's gradient, by place, whether nothing else holds its memory.
         hands_back: In which memory each input's gradient is, by place.
         has_copied: Whether the gradient that is kept of an input is a copy.
+        used_again: Places of inputs whose gradients come in several pieces; found only where there
+            are skips.
         given: Key and bytes of the gradients that the backward began with, by place of the output.
     """
 
@@ -117,6 +120,7 @@ class LayerRun(NamedTuple):
     hands_back_own: dict[int, bool]
     hands_back: dict[int, tuple[int, int, int] | None]
     has_copied: bool
+    used_again: frozenset[int]
     given: dict[int, tuple[int, int]]
 
 
@@ -130,6 +134,7 @@ def forward_and_backward(
     *,
     gradients: Given = "held",
     inside: bool = False,
+    stashed: Collection[int] = (),
 ) -> LayerRun:
     """Run forward and backward of a layer.
 
@@ -144,6 +149,8 @@ def forward_and_backward(
         gradients: What holds the gradients that the backward is given: this function, to the end,
             or the backward alone, until they are used.
         inside: Whether another layer is in front of it, which is given the gradients of the inputs.
+        stashed: Places of inputs that are stashed too, if `inside`: a gradient has come for them
+            before the backward begins.
     """
     packed: dict[int, weakref.ref[Any]] = {}
 
@@ -191,6 +198,9 @@ def forward_and_backward(
             as_views = gradients == "views"
             roots, begun = begun_inside(ends, lambda: freed.append(peak.bytes), as_views)
         given_in = memory_of(made)
+        found_again = used_again(inputs, outputs) if chain.has_skips else frozenset[int]()
+        come = [leaf if place in stashed else None for place, leaf in enumerate(inputs)]
+        roots += roots_of(come, random_gradients(come))
         through: dict[int, tuple[int, int]] = {}
         with (
             handed_through(inputs, ends, made, through),
@@ -209,7 +219,7 @@ def forward_and_backward(
         )
     kept_bytes = sum(map(bytes_of, kept))
     found = (forward, backward, until_freed, passed, saved, constant, through, kept_bytes, are_own)
-    return LayerRun(*found, back, has_copied, given_in)
+    return LayerRun(*found, back, has_copied, found_again, given_in)
 
 
 def _is_elsewhere(gradient: Tensor | None, key: int) -> bool:

@@ -93,9 +93,19 @@ def measure_layer_memory(
     del run, known
     hands_on.value = hands_on.value.without_graph()
 
-    def again(unwanted: Collection[int], given: Given, inside: bool) -> BackwardRun:
+    def again(
+        unwanted: Collection[int], given: Given, inside: bool, stashed: Collection[int]
+    ) -> BackwardRun:
         run = forward_and_backward(
-            chain, k, value, ledger, constants, unwanted, gradients=given, inside=inside
+            chain,
+            k,
+            value,
+            ledger,
+            constants,
+            unwanted,
+            gradients=given,
+            inside=inside,
+            stashed=stashed,
         )
         return BackwardRun.of(run)
 
