@@ -47,33 +47,34 @@ def memory_of(gradients: Iterable[Tensor | None]) -> dict[int, tuple[int, int]]:
 
 
 def begun_inside(
-    outputs: Sequence[Any], once_freed: Callable[[], None], as_views: bool
-) -> tuple[list[tuple[Tensor, Tensor]], int]:
+    outputs: Sequence[Any], made: Callable[[dict[int, Tensor]], None], as_views: bool
+) -> tuple[list[tuple[Tensor, Tensor]], dict[int, int]]:
     """Append to outputs a function whose backward makes their gradients.
 
     Nothing else holds these gradients, so they are freed once they are used: as in a chain.
 
     Args:
         outputs: Leaves of a value.
-        once_freed: Called when the last of these gradients is freed.
+        made: Called with these gradients, by place of the output, when they are there.
         as_views: Whether they are views, which torch does not add to in place.
 
     Returns:
         What the backward begins with instead of the outputs, empty if none of them has a gradient;
-        and the bytes of the gradients that it will make.
+        and the bytes of the gradients that it will make, by place.
     """
-    wanted = [leaf for leaf in outputs if needs_gradient(leaf)]
+    wanted = {place: leaf for place, leaf in enumerate(outputs) if needs_gradient(leaf)}
     if not wanted:
-        return [], 0
-    if any(leaf.is_nested for leaf in wanted):
+        return [], {}
+    if any(leaf.is_nested for leaf in wanted.values()):
         raise ProfileError(
             "nested tensors between layers cannot be profiled: nobody knows how large their "
             "gradients are.\n"
             "Fix: put the layers between which they go into one (an nn.Sequential inside the "
             "chain), or give costs of your own, gpipebal.Profile.from_costs(forward=[...])."
         )
-    root: Tensor = _Begin.apply(as_views, once_freed, *wanted)
-    return [(root, torch.ones_like(root))], sum(bytes_of(leaf) for leaf in wanted)
+    root: Tensor = _Begin.apply(as_views, made, tuple(wanted), *wanted.values())
+    n_bytes = {place: bytes_of(leaf) for place, leaf in wanted.items()}
+    return [(root, torch.ones_like(root))], n_bytes
 
 
 class _Begin(torch.autograd.Function):
@@ -81,9 +82,13 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, as_views: bool, once_freed: Callable[[], None], *outputs: Tensor
+        ctx: Any,
+        as_views: bool,
+        made: Callable[[dict[int, Tensor]], None],
+        places: tuple[int, ...],
+        *outputs: Tensor,
     ) -> Tensor:
-        ctx.as_views, ctx.once_freed = as_views, once_freed
+        ctx.as_views, ctx.made, ctx.places = as_views, made, places
         ctx.recipes = [(leaf.shape, leaf.dtype, leaf.device) for leaf in outputs]
         return torch.zeros((), device=outputs[0].device)
 
@@ -91,16 +96,8 @@ class _Begin(torch.autograd.Function):
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
         recipes: list[_Recipe] = ctx.recipes
         made = [torch.zeros(shape, dtype=kind, device=at) for shape, kind, at in recipes]
-        left = {storage_key(one) for one in made}
-
-        def gone(key: int) -> None:
-            left.discard(key)
-            if not left:
-                ctx.once_freed()
-
-        for one in made:
-            weakref.finalize(one.untyped_storage(), gone, storage_key(one)).atexit = False
-        return None, None, *(one.view(one.shape) if ctx.as_views else one for one in made)
+        ctx.made(dict(zip(ctx.places, made, strict=True)))
+        return None, None, None, *(one.view(one.shape) if ctx.as_views else one for one in made)
 
 
 def from_before(inputs: Iterable[Any]) -> list[Any]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from gpipebal.profiler.memory.layer_run import Given, LayerRun
+from gpipebal.profiler.memory.layer_run import Beside, Given, LayerRun
 
 __all__ = ["BackwardPeaks", "BackwardRun", "ChainedPeak", "GivenMemory", "PlacePeaks", "find_peaks"]
 
@@ -17,32 +17,49 @@ RunAgain = Callable[[Collection[int], Given, bool, Collection[int]], "BackwardRu
 
 
 class GivenMemory(NamedTuple):
-    """How the memory of gradients differs from that of gradients which each have their own.
+    """In which memory the gradients are that a layer's backward is given.
 
     Attributes:
-        excess: How many bytes more it has; fewer, if two of them are the same.
-        early: How many bytes at most of gradients that are used up stay, because others that are
-            not have the same memory.
+        of: By place of the output, the number of the memory and its bytes. Those that are left out
+            have memory of their own.
     """
 
-    excess: int = 0
-    early: int = 0
+    of: Mapping[int, tuple[int, int]]
+
+    def bytes_of(self, own: Mapping[int, int]) -> int:
+        """Return the bytes of the memory of some of them, whose own bytes are known by place."""
+        shared = {self.of[place] for place in own if place in self.of}
+        alone = sum(n_bytes for place, n_bytes in own.items() if place not in self.of)
+        return alone + sum(n_bytes for _, n_bytes in shared)
+
+    def is_parted(self, own: Mapping[int, int]) -> bool:
+        """Tell whether any of them is not all that is in its memory."""
+        return any(n_bytes != own.get(place) for place, (_, n_bytes) in self.of.items())
 
 
 class ChainedPeak(NamedTuple):
     """Largest memory of a backward that frees the gradients it is given, beyond what it began with.
 
     Attributes:
-        whole: From its beginning to its end.
-        until_freed: Until the last of these gradients is freed.
+        beside: The largest memory of everything else, while some of them live.
+        own: Their bytes, by place of the output.
     """
 
-    whole: int
-    until_freed: int
+    beside: Beside
+    own: Mapping[int, int]
 
-    def in_memory(self, memory: GivenMemory) -> int:
-        """Return the largest memory where these gradients lie in other memory than their own."""
-        return max(self.until_freed + memory.early, self.whole - memory.excess)
+    @property
+    def alone(self) -> int:
+        """Bytes where each of them has memory of its own."""
+        return self.where_given(GivenMemory({}))
+
+    def where_given(self, memory: GivenMemory) -> int:
+        """Return the largest memory where they are in that memory."""
+        most = max(
+            rest + memory.bytes_of({place: self.own[place] for place in alive})
+            for alive, rest in self.beside
+        )
+        return max(0, most - memory.bytes_of(self.own))
 
 
 #: What holds the gradients that come in, in the order of `PlacePeaks`.
@@ -70,7 +87,8 @@ class BackwardRun(NamedTuple):
     @classmethod
     def of(cls, run: LayerRun) -> BackwardRun:
         """Leave out the tensors."""
-        peak = ChainedPeak(run.backward_peak, run.until_freed)
+        # With nothing given, all there is to know is the peak.
+        peak = ChainedPeak(run.beside or ((frozenset(), run.backward_peak),), run.begun)
         return cls(peak, run.hands_back_own, run.has_copied, run.used_again)
 
 
@@ -88,10 +106,10 @@ class PlacePeaks(NamedTuple):
     before_views: _Pair
     before_own: _Pair
 
-    def before(self, given_own: bool, memory: GivenMemory) -> tuple[int, int]:
+    def before(self, given_own: bool, memory: Sequence[GivenMemory]) -> tuple[int, int]:
         """Return the peaks with another layer behind it; arguments as of `LayerMemory.columns`."""
         new, added = self.before_own if given_own else self.before_views
-        return new.in_memory(memory), added.in_memory(memory)
+        return max(map(new.where_given, memory)), max(map(added.where_given, memory))
 
 
 class BackwardPeaks(NamedTuple):
@@ -114,19 +132,20 @@ class BackwardPeaks(NamedTuple):
     @property
     def new(self) -> int:
         """Bytes where no gradients of parameters exist, in a partition of this layer alone."""
-        return self.first.last[0].whole
+        return self.first.last[0].alone
 
     @property
     def added(self) -> int:
         """The same where gradients exist already."""
-        return self.first.last[1].whole
+        return self.first.last[1].alone
 
-    def columns(self, *, given_own: bool, memory: GivenMemory) -> dict[str, int]:
+    def columns(self, *, given_own: bool, memory: Sequence[GivenMemory]) -> dict[str, int]:
         """Return the columns of a layer profile; arguments as of `LayerMemory.columns`."""
         chained = self.first.before(given_own, memory)
         inside = self.inside.before(given_own, memory)
-        copied = _least(self.first.last[way].whole - self.inside.last[way].whole for way in (0, 1))
-        if memory.excess > 0 or memory.early:
+        copied = _least(self.first.last[way].alone - self.inside.last[way].alone for way in (0, 1))
+        own = self.first.before_views[0].own
+        if any(one.is_parted(own) for one in memory):
             # Where nothing else holds a gradient, it is kept instead of a copy; but not a part.
             new, added = (
                 max(*pair) for pair in zip(chained, (i + copied for i in inside), strict=True)
@@ -202,7 +221,7 @@ def find_peaks(
     }
     copied = 0
     if through:
-        copied = max(0, held.peak.whole - run(through, "held", False, ()).peak.whole)
+        copied = max(0, held.peak.alone - run(through, "held", False, ()).peak.alone)
         drop()
     inside, more = first, 0
     if held.has_copied and finds_inside:
@@ -211,7 +230,7 @@ def find_peaks(
         # The first piece of the gradient is added to what has come before, and not the second.
         for given, (alone, _) in zip(_GIVEN, inside, strict=True):
             stashed = again(given, True, stashed=held.used_again).peak
-            more = max(more, *(one - other for one, other in zip(stashed, alone, strict=True)))
+            more = max(more, stashed.alone - alone.alone)
     return BackwardPeaks(first, inside, copied, more), hands_back
 
 

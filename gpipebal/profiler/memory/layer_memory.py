@@ -91,7 +91,7 @@ class LayerMemory:
         layer: nn.Module,
         *,
         given_own: bool,
-        memory: GivenMemory,
+        memory: Sequence[GivenMemory],
         storages: tuple[int, ...] | None,
     ) -> dict[str, Any]:
         """Return the columns of a layer profile, with what the layer has all the time.
@@ -146,12 +146,12 @@ class ChainGradients(NamedTuple):
 
     Attributes:
         storages: For each layer, those of what its backward is given for its output.
-        given: For each layer, how they differ from gradients that each have memory of their own.
+        given: For each layer, the memory of what its backward is given, in one or another case.
         skips: For each skip, those of its gradient.
     """
 
     storages: Sequence[tuple[int, ...] | None]
-    given: Sequence[GivenMemory]
+    given: Sequence[Sequence[GivenMemory]]
     skips: Mapping[Key, tuple[int, ...] | None]
 
 
@@ -168,7 +168,7 @@ def number_gradients(
         numbers: Takes the storages.
     """
     storages: list[tuple[int, ...] | None] = []
-    given: list[GivenMemory] = []
+    given: list[tuple[GivenMemory, ...]] = []
     skips: dict[Key, _Numbered] = {}
     value: _Numbered | None = None
     for k in reversed(range(len(memory))):
@@ -183,7 +183,8 @@ def number_gradients(
         for key, n_leaves in zip(stashed, gradients.stashed, strict=True):
             arrived |= {place + p: number for p, number in skips[key].items()}
             place += n_leaves
-        given.append(_given_memory(gradients, value, arrived, numbers))
+        # What it has stashed may be popped in another partition, and then comes by itself.
+        given.append(_given_memory(value, arrived, numbers=numbers))
         back = _handed_back(gradients, arrived, numbers)
         place = gradients.n_inputs - sum(gradients.popped)
         value = {p: number for p, number in back.items() if p < place}
@@ -204,33 +205,12 @@ def _distinct(numbered: _Numbered) -> tuple[int, ...] | None:
     return None if None in numbered.values() else distinct_numbers(numbered.values())
 
 
-def _given_memory(
-    gradients: LayerGradients, value: _Numbered, arrived: _Numbered, numbers: Numbers
-) -> GivenMemory:
-    """Compare the memory of gradients with that of gradients which each have their own.
-
-    Args:
-        gradients: Those of a layer.
-        value: Where the gradients of its output are.
-        arrived: The same, with those of what it has stashed, if that is popped in its partition.
-        numbers: Bytes of the memory.
-    """
-    own = {place: n_bytes for place, (_, n_bytes) in gradients.given.items()}
-
-    def excess(numbered: _Numbered) -> int:
-        if None in numbered.values():
-            return 0
-        found = sum(numbers.bytes[number] for number in _distinct(numbered) or ())
-        return found - sum(own.get(place, 0) for place in numbered)
-
-    parts: dict[int, list[int]] = {}
-    for place, number in arrived.items():
-        if number is not None and place in own:
-            parts.setdefault(number, []).append(own[place])
-    early = sum(
-        max(0, min(sum(each), numbers.bytes[number]) - min(each)) for number, each in parts.items()
+def _given_memory(*found: _Numbered, numbers: Numbers) -> tuple[GivenMemory, ...]:
+    """Say in which memory gradients are, in one or another case."""
+    return tuple(
+        GivenMemory({p: (n, numbers.bytes[n]) for p, n in each.items() if n is not None})
+        for each in found
     )
-    return GivenMemory(min(excess(value), excess(arrived)), early)
 
 
 def _handed_back(gradients: LayerGradients, arrived: _Numbered, numbers: Numbers) -> _Numbered:

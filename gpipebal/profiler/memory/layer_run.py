@@ -38,6 +38,10 @@ __all__ = [
 #: what they are views of; or nothing else at all.
 Given = Literal["held", "views", "own"]
 
+#: For each set of gradients that a backward was given and that lived at one time, by place of the
+#: output, the largest memory of everything else then, beyond what existed before.
+Beside = tuple[tuple[frozenset[int], int], ...]
+
 
 class DeviceLedger(Ledger):
     """A ledger of one kind of device: what a layer moves to another kind does not count."""
@@ -45,11 +49,44 @@ class DeviceLedger(Ledger):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._type = device.type
+        self._given: dict[int, tuple[int, object]] = {}
+        self._beside: dict[frozenset[int], int] = {}
+
+    def start_beside(self, given: Mapping[int, Tensor]) -> None:
+        """From now on, note the most that lives beside some tensors while any of them live.
+
+        Args:
+            given: The tensors, by numbers of their own.
+        """
+        with self._lock:
+            keys = {place: storage_key(one) for place, one in given.items() if has_storage(one)}
+            known = self._references
+            self._given = {place: (key, known[key]) for place, key in keys.items() if key in known}
+            self._beside = {}
+            self._note_beside()
+
+    def beside(self) -> dict[frozenset[int], int]:
+        """Stop that; return the bytes of everything else, for each set of them that lived."""
+        with self._lock:
+            found, self._beside, self._given = self._beside, {}, {}
+        return found
+
+    def _note_beside(self) -> None:
+        alive = {
+            p: key for p, (key, one) in self._given.items() if self._references.get(key) is one
+        }
+        rest = sum(self.live) - sum(self._entries[key][1] for key in alive.values())
+        places = frozenset(alive)
+        self._beside[places] = max(rest, self._beside.get(places, 0))
 
     def _enter(self, tensor: Tensor, owner: int, *, take_over: bool) -> bool:
-        return tensor.device.type == self._type and super()._enter(
-            tensor, owner, take_over=take_over
-        )
+        if tensor.device.type != self._type:
+            return False
+        with self._lock:
+            is_new = super()._enter(tensor, owner, take_over=take_over)
+            if is_new and self._given:
+                self._note_beside()
+        return is_new
 
 
 class _Peak:
@@ -59,7 +96,7 @@ class _Peak:
     the larger of the two counts.
     """
 
-    def __init__(self, ledger: Ledger, device: torch.device) -> None:
+    def __init__(self, ledger: DeviceLedger, device: torch.device) -> None:
         self._ledger = ledger
         self._device = device if device.type == "cuda" else None
         self._at_start = ledger.start_peak()
@@ -69,15 +106,29 @@ class _Peak:
             self._allocated = torch.cuda.memory_allocated(self._device)
 
     @property
+    def counted(self) -> int:
+        """Bytes of the peak so far, by the ledger alone."""
+        return self._ledger.total_peak - self._at_start
+
+    @property
     def bytes(self) -> int:
         """Bytes of the peak so far."""
-        counted = self._ledger.total_peak - self._at_start
         if self._device is None:
-            return counted
-        return max(counted, torch.cuda.max_memory_allocated(self._device) - self._allocated)
+            return self.counted
+        return max(self.counted, torch.cuda.max_memory_allocated(self._device) - self._allocated)
+
+    def beside(self) -> Beside:
+        """Return the largest memory beside what the ledger was told of; see `LayerRun`.
+
+        What only the allocator saw may have been there at any time.
+        """
+        more = self.bytes - self.counted - self._at_start
+        return tuple((places, rest + more) for places, rest in self._ledger.beside().items())
 
 
-def forward_without_graph(chain: Chain, k: int, value: Value, ledger: Ledger) -> tuple[int, int]:
+def forward_without_graph(
+    chain: Chain, k: int, value: Value, ledger: DeviceLedger
+) -> tuple[int, int]:
     """Return the largest memory of a forward, and the bytes of the copies made before it."""
     with ledger.watch(0), torch.no_grad(), phase(checkpointing=True):
         peak = _Peak(ledger, chain.device)
@@ -94,7 +145,7 @@ class LayerRun(NamedTuple):
     Attributes:
         forward_peak: Largest memory of the forward, in bytes, beyond what existed before.
         backward_peak: The same for the backward.
-        until_freed: The same until the last of the gradients is freed that the backward was given.
+        beside: Its memory beside the gradients that it was given, if nothing else holds them.
         passed: The layer's output.
         saved: Bytes of each storage that was saved.
         constant: Those of them that exist all the time.
@@ -107,11 +158,12 @@ class LayerRun(NamedTuple):
         used_again: Places of inputs whose gradients come in several pieces; found only where there
             are skips.
         given: Key and bytes of the gradients that the backward began with, by place of the output.
+        begun: Bytes of those that it made itself, by place.
     """
 
     forward_peak: int
     backward_peak: int
-    until_freed: int
+    beside: Beside
     passed: Value
     saved: dict[int, int]
     constant: set[int]
@@ -122,13 +174,14 @@ class LayerRun(NamedTuple):
     has_copied: bool
     used_again: frozenset[int]
     given: dict[int, tuple[int, int]]
+    begun: dict[int, int]
 
 
 def forward_and_backward(
     chain: Chain,
     k: int,
     value: Value,
-    ledger: Ledger,
+    ledger: DeviceLedger,
     constants: Iterable[Tensor],
     unwanted: Collection[int] = (),
     *,
@@ -185,7 +238,6 @@ def forward_and_backward(
         saved = {key: n_bytes for key, n_bytes in saved.items() if key in live}
         elsewhere = {*saved, *handed, *map(storage_key, filter(has_storage, given))}
         kept = [each for each in kept_by(layer) if elsewhere.isdisjoint(_keys_of(each))]
-        freed: list[int] = []
         ends = [None if place in unwanted else leaf for place, leaf in enumerate(outputs)]
         made: list[Tensor | None] = [None] * len(ends)
         if gradients == "held":
@@ -193,10 +245,9 @@ def forward_and_backward(
                 None if place in unwanted else one
                 for place, one in enumerate(chain.gradients(k, passed))
             ]
-            roots, begun = roots_of(ends, made), 0
+            roots, begun = roots_of(ends, made), dict[int, int]()
         else:
-            as_views = gradients == "views"
-            roots, begun = begun_inside(ends, lambda: freed.append(peak.bytes), as_views)
+            roots, begun = begun_inside(ends, ledger.start_beside, gradients == "views")
         given_in = memory_of(made)
         found_again = used_again(inputs, outputs) if chain.has_skips else frozenset[int]()
         come = [leaf if place in stashed else None for place, leaf in enumerate(inputs)]
@@ -209,8 +260,7 @@ def forward_and_backward(
         ):
             peak = _Peak(ledger, chain.device)
             chain.run_backward(roots, inputs, chain.names[k])
-        backward = max(0, peak.bytes - begun)
-        until_freed = max(0, freed[0] - begun) if freed else backward
+        backward, beside = max(0, peak.bytes - sum(begun.values())), peak.beside()
         has_copied = any(
             each is not None
             and inputs[place].is_leaf
@@ -218,8 +268,8 @@ def forward_and_backward(
             for place, each in back.items()
         )
     kept_bytes = sum(map(bytes_of, kept))
-    found = (forward, backward, until_freed, passed, saved, constant, through, kept_bytes, are_own)
-    return LayerRun(*found, back, has_copied, found_again, given_in)
+    found = (forward, backward, beside, passed, saved, constant, through, kept_bytes, are_own)
+    return LayerRun(*found, back, has_copied, found_again, given_in, begun)
 
 
 def _is_elsewhere(gradient: Tensor | None, key: int) -> bool:
