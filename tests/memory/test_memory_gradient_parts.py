@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from counted_memory import counted, measured, squares
 from torch import Tensor, nn
 
 import gpipebal as gb
-from gpipebal.pipeline import GPipe, measure_memory
 from gpipebal.pipeline.values.tensors import storage_key
 from gpipebal.planner import evaluate
 from gpipebal.profile import SkipProfile
@@ -282,28 +282,6 @@ CHAINS = [
 ]
 #: Where a partition hands a part through from its beginning, plans take it to hold the whole.
 NEARLY = [one_of_two_values, one_of_two_beside_a_skip, two_in_one]
-
-
-def squares(output: Tensor) -> Tensor:
-    """Take the mean of squares."""
-    return output.square().mean()
-
-
-def measured(layers: nn.Sequential, inputs: Tensor, **given: Any) -> gb.Profile:
-    """Measure as briefly as possible: only bytes matter here."""
-    brief: dict[str, Any] = {"rows": (), "timeout": 0, "as_pipeline": False, "progress": False}
-    return gb.profile_model(layers, inputs, **{**brief, **given})
-
-
-def counted(layers: nn.Sequential, balance: list[int], inputs: Tensor, **given: Any) -> list[int]:
-    """Return the largest memory of each partition in a step."""
-    pipe = GPipe(layers, balance, **given)
-    pipe.step(inputs, loss_fn=squares)
-    pipe.zero_grad()
-    with measure_memory(pipe) as meter:
-        pipe.step(inputs, loss_fn=squares)
-    pipe.zero_grad()
-    return list(meter.peak_bytes)
 
 
 @pytest.mark.parametrize("rows", [16, 1])

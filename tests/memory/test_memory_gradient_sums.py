@@ -1,0 +1,152 @@
+"""Gradients that come back on several ways are added up: plans must count the sums where they are.
+
+Which layer makes a sum, and in what memory, depends on which gradient comes first, and on whether
+anything else holds it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from counted_memory import counted, measured, squares
+from torch import Tensor, nn
+
+from gpipebal.planner import evaluate
+from gpipebal.skip import pop, skippable, stash
+
+pytestmark = pytest.mark.timeout(120)
+COLUMNS, WIDE, ROWS = 32, 256, 48
+#: What the numbers of losses may need besides.
+FEW = 64
+
+
+@skippable(stash=["kept"])
+class Keep(nn.Module):
+    """Stash what it returns."""
+
+    def forward(self, x: Tensor) -> Any:
+        yield stash("kept", x)
+        return x
+
+
+@skippable(stash=["kept"])
+class KeepOwn(nn.Sequential):
+    """Stash what it makes and returns."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = super().forward(x)
+        yield stash("kept", x)
+        return x
+
+
+@skippable(pop=["kept"])
+class Beside(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return torch.cat([x, (yield pop("kept"))], dim=1)
+
+
+@skippable(pop=["kept"])
+class Add(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x + (yield pop("kept"))
+
+
+class Residual(nn.Module):
+    """Use the input twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.relu()
+
+
+class Squared(nn.Module):
+    """Use it three times: the first part of its gradient is the one that comes in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x * x
+
+
+class WithInput(nn.Sequential):
+    """Return a result beside the input."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), x
+
+
+class Join(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.cat(pair, dim=1)
+
+
+class Sum(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] + pair[1]
+
+
+class WithOnes(nn.Module):
+    """Put constants beside the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x.new_ones(len(x), WIDE)], dim=1)
+
+
+def ends(n_out: int, *between: nn.Module) -> list[nn.Module]:
+    """Put layers of `WIDE` columns between two that have few."""
+    return [nn.Linear(COLUMNS, WIDE), *between, nn.Linear(n_out, 8)]
+
+
+def block_after_a_skip() -> list[nn.Module]:
+    """Two parts of a block's gradient come after that of a skip from its input."""
+    return ends(2 * WIDE, Keep(), Residual(), nn.Tanh(), Beside())
+
+
+def block_before_an_addition() -> list[nn.Module]:
+    """The same, where the gradient of the skip has memory of its own by then."""
+    return ends(WIDE, Keep(), Squared(), nn.LayerNorm(WIDE), Add())
+
+
+def own_result_added() -> list[nn.Module]:
+    """The gradients of a result and of a skip are one tensor."""
+    return ends(WIDE, nn.Tanh(), KeepOwn(nn.Linear(WIDE, WIDE)), Add())
+
+
+def two_skips_added_at_once() -> list[nn.Module]:
+    """The same, of a layer without parameters."""
+    return ends(WIDE, KeepOwn(nn.Tanh()), Add(), nn.Tanh())
+
+
+def parts_of_one_memory() -> list[nn.Module]:
+    """Two gradients are parts of one; the one that is used up first stays."""
+    return ends(2 * WIDE, WithInput(Residual()), Join(), nn.Tanh())
+
+
+def sum_of_parts() -> list[nn.Module]:
+    """A partition begins with a sum whose gradient is a part."""
+    return ends(2 * WIDE, WithInput(nn.Tanh()), Sum(), WithOnes())
+
+
+#: And how many values more than are counted plans may have where they are cut at worst.
+CHAINS = {
+    block_after_a_skip: 1,
+    block_before_an_addition: 1,
+    own_result_added: 1,
+    two_skips_added_at_once: 0,
+    parts_of_one_memory: 2,
+    sum_of_parts: 2,
+}
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("make", CHAINS)
+def test_sums_are_counted_where_they_are(make: Any, checkpoint: str) -> None:
+    """Plans predict what is counted, or little more, wherever the chain is cut."""
+    layers, inputs = nn.Sequential(*make()), torch.randn(ROWS, COLUMNS)
+    n, more = len(layers), CHAINS[make] * ROWS * WIDE * 4
+    profile = measured(layers, inputs, loss_fn=squares)
+    for balance in [[n], *([k, n - k] for k in range(1, n))]:
+        plan = evaluate(profile, balance, checkpoint=checkpoint, loss_inside=True)
+        found = counted(layers, balance, inputs, chunks=1, checkpoint=checkpoint)
+        for partition, n_bytes in zip(plan.partitions, found, strict=True):
+            planned = partition.memory.total
+            assert n_bytes - FEW <= planned <= n_bytes + more + FEW, (balance, planned - n_bytes)
