@@ -111,7 +111,7 @@ def own_result_added() -> list[nn.Module]:
     return ends(WIDE, nn.Tanh(), KeepOwn(nn.Linear(WIDE, WIDE)), Add())
 
 
-def two_skips_added_at_once() -> list[nn.Module]:
+def result_of_no_parameters_added() -> list[nn.Module]:
     """The same, of a layer without parameters."""
     return ends(WIDE, KeepOwn(nn.Tanh()), Add(), nn.Tanh())
 
@@ -131,7 +131,7 @@ CHAINS = {
     block_after_a_skip: 1,
     block_before_an_addition: 1,
     own_result_added: 1,
-    two_skips_added_at_once: 0,
+    result_of_no_parameters_added: 0,
     parts_of_one_memory: 2,
     sum_of_parts: 2,
 }
