@@ -128,9 +128,9 @@ def sum_of_parts() -> list[nn.Module]:
 
 #: And how many values more than are counted plans may have where they are cut at worst.
 CHAINS = {
-    block_after_a_skip: 1,
+    block_after_a_skip: 0,
     block_before_an_addition: 1,
-    own_result_added: 1,
+    own_result_added: 0,
     result_of_no_parameters_added: 0,
     parts_of_one_memory: 2,
     sum_of_parts: 2,
@@ -149,4 +149,6 @@ def test_sums_are_counted_where_they_are(make: Any, checkpoint: str) -> None:
         found = counted(layers, balance, inputs, chunks=1, checkpoint=checkpoint)
         for partition, n_bytes in zip(plan.partitions, found, strict=True):
             planned = partition.memory.total
-            assert n_bytes - FEW <= planned <= n_bytes + more + FEW, (balance, planned - n_bytes)
+            # More or less may wait for a neighbour.
+            least = planned - partition.memory.waiting - more
+            assert least - FEW <= n_bytes <= planned + FEW, (balance, planned - n_bytes)

@@ -75,7 +75,8 @@ class BackwardRun(NamedTuple):
     Attributes:
         peak: Its peak.
         hands_back_own: For each input's gradient, by place, whether nothing else holds its memory.
-        has_copied: Whether the gradient that is kept of an input is a copy.
+        has_copied: Whether the gradient that is kept of an input is a copy, apart from those that
+            were handed through.
         used_again: Places of inputs whose gradients come in several pieces.
     """
 

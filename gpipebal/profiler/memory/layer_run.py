@@ -154,7 +154,8 @@ class LayerRun(NamedTuple):
         kept_bytes: Bytes of what the layer keeps after its forward.
         hands_back_own: For each input's gradient, by place, whether nothing else holds its memory.
         hands_back: In which memory each input's gradient is, by place.
-        has_copied: Whether the gradient that is kept of an input is a copy.
+        has_copied: Whether the gradient that is kept of an input is a copy, apart from those that
+            were handed through.
         used_again: Places of inputs whose gradients come in several pieces; found only where there
             are skips.
         given: Key and bytes of the gradients that the backward began with, by place of the output.
@@ -263,6 +264,7 @@ def forward_and_backward(
         backward, beside = max(0, peak.bytes - sum(begun.values())), peak.beside()
         has_copied = any(
             each is not None
+            and place not in through
             and inputs[place].is_leaf
             and _is_elsewhere(inputs[place].grad, each[0])
             for place, each in back.items()
