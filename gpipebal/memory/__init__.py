@@ -49,8 +49,9 @@ inside a partition, and copied at a cut: by its first layer, and by one that pop
 partition has stashed.
 
 **Upper bounds.** A layer's peak is that of the layer alone, while its output and that output's
-gradient are held too. In a chain both may be freed while its backward still runs. So a partition
-may need less than predicted, by at most these two tensors.
+gradient are held too. In a chain both may be freed while its backward still runs. A gradient that
+is a part of a larger one is taken to have gaps that its layer has to close. So a partition may need
+less than predicted, by a few tensors of one layer.
 
 **The optimizer's step** comes after all of this: parameters, gradients and state, and what the step
 itself needs temporarily. It is the peak where layers have many parameters and small outputs.

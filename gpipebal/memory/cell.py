@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -354,13 +354,38 @@ class Cell:
 
     def backward_peak(self, k: int, layer: LayerProfile, gradients_exist: bool) -> int:
         """Return the largest memory of a layer's backward in this cell, in the place of layer k."""
-        inside = k > 0 and all(skip.destination != self.first + k for skip in self.incoming)
+        inside = not self._is_cut(k)
         peak = uncopied_peak(layer, gradients_exist, inside=inside)
         if k + 1 < len(self.layers):
             chained = chained_peak(layer, gradients_exist, inside=inside)
             peak = min(peak, chained + self._gradients.kept(k))
         # What is handed through is copied only where it goes through the whole cell.
         return peak if k or not self.handed_through else peak + copied(layer, gradients_exist)
+
+    def _is_cut(self, k: int) -> bool:
+        """Whether layer k is given what the cell is given: gradients of that are kept apart.
+
+        So is that of what it pops, if it is given the same as its value by other layers.
+        """
+        layer = self.first + k
+        value = self.profile.with_gradient(self.profile.layers[layer - 1].outputs if k else ())
+        popped = self._popped.get(layer, ())
+        twice = [s for s in popped if s.source + 1 < layer and not value.isdisjoint(s.storages)]
+        if not k or twice:
+            return True
+        given = value.union(*(self.profile.with_gradient(skip.storages) for skip in popped))
+        received = self.value if self.first else frozenset[int]()
+        received = received.union(*(s.storages for s in self.incoming if s.destination <= layer))
+        return not given.isdisjoint(received)
+
+    @cached_property
+    def _popped(self) -> Mapping[int, Sequence[SkipProfile]]:
+        """Skip connections by the layer that pops them."""
+        found: dict[int, list[SkipProfile]] = {}
+        for skip in self.profile.skips:
+            if skip.source < skip.destination:
+                found.setdefault(skip.destination, []).append(skip)
+        return found
 
     @cached_property
     def _gradients(self) -> RunGradients:

@@ -58,8 +58,8 @@ def uncopied_peak(layer: LayerProfile, gradients_exist: bool, *, inside: bool) -
     Args:
         layer: Costs of the layer.
         gradients_exist: Whether gradients of its parameters exist.
-        inside: Whether all its inputs come from other layers of the partition. Then no gradient is
-            copied because others have a part of its memory.
+        inside: Whether all its inputs are made by other layers of the partition, not just handed
+            through. Then no gradient is copied because others have a part of its memory.
     """
     peak = backward_peak(layer, gradients_exist) - copied(layer, gradients_exist)
     return max(0, peak - layer.cut_copied_bytes) if inside else peak

@@ -111,7 +111,7 @@ def _in_run(layer: LayerProfile, saved: tuple[int, ...], remade: int, least: int
         chained_peak_bytes=chained[0],
         chained_accumulating_peak_bytes=chained[1],
         copied_bytes=min(one - other for one, other in zip(peaks, uncopied, strict=True)),
-        # The run keeps the gradients of its inputs apart, wherever it is.
+        # With these copies, wherever it is: a bound.
         cut_copied_bytes=0,
         chained_cut_copied_bytes=0,
     )

@@ -71,6 +71,7 @@ def profiles(draw: st.DrawFn, largest: int = 5, shortest: int = 0) -> gb.Profile
             copied_bytes=draw(few),
             cut_copied_bytes=draw(few),
             chained_cut_copied_bytes=draw(few),
+            stashed_sum_bytes=draw(few),
             optimizer_peak_bytes=draw(unknown),
             optimizer_carried_bytes=draw(few),
         )
@@ -92,6 +93,12 @@ def profiles(draw: st.DrawFn, largest: int = 5, shortest: int = 0) -> gb.Profile
         optimizer_together=draw(st.booleans()),
     )
     layers = [layer(str(k)) for k in range(n)]
+    # Some layers stash what they return.
+    own = [layers[skip.source].outputs for skip in skips]
+    skips = [
+        replace(skip, storages=outputs) if outputs and draw(st.booleans()) else skip
+        for skip, outputs in zip(skips, own, strict=True)
+    ]
     for tie in ties:
         for k in tie.layers:
             layers[k] = replace(

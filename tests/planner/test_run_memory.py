@@ -285,6 +285,7 @@ def _with_many_skips(rng: random.Random) -> gb.Profile:
             copied_bytes=rng.choice([0, 30]),
             cut_copied_bytes=rng.choice([0, 0, 200]),
             chained_cut_copied_bytes=rng.choice([0, 0, 40]),
+            stashed_sum_bytes=rng.choice([0, 70]),
         )
         for k in range(n)
     )
@@ -296,7 +297,7 @@ def _with_many_skips(rng: random.Random) -> gb.Profile:
         SkipProfile(
             str(k),
             *ends,
-            some(2),
+            some(2) if k % 2 else layers[ends[0]].outputs,
             some(2) if k % 3 == 0 or ends in joined else None,
         )
         for k, ends in enumerate(nested + crossing + joined)

@@ -38,6 +38,7 @@ COUNTED = (
     "copied_bytes",
     "cut_copied_bytes",
     "chained_cut_copied_bytes",
+    "stashed_sum_bytes",
     "output_gradient_bytes",
     "output_bytes",
     "parameter_bytes",

@@ -7,17 +7,18 @@ are changes of that table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gpipebal.memory.gradients import SumAtStart, stashed_since, sums_at_start
+from gpipebal.memory.gradients import StashedSum, SumAtStart, stashed_sums, sums_at_start
 from gpipebal.memory.layer_peaks import chained_peak, uncopied_peak
 from gpipebal.planner.runs.chain import LayerChain
 from gpipebal.planner.runs.highest import Change
+from gpipebal.profile import SkipProfile
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -71,6 +72,7 @@ class GradientTables:
         self._profile, self._layers = chain.profile, chain.layers
         self._firsts, self._kind = firsts, kind
         self._flow = self._profile.gradient_flow
+        self._stashed = list(stashed_sums(self._profile))
         self._parts = list(self._find_parts())
         self.living = self._add_up(len(self._layers))
         n = self._profile.n_layers
@@ -80,8 +82,10 @@ class GradientTables:
         self.sums: Table = np.zeros((len(firsts), n), dtype=kind)
         for one, ends in self._sums:
             self.sums[:, ends.start - 1 : ends.stop - 1] += self._of_sum(one)[:, None]
-        for part in self._sums_of_stashed():
-            self.sums[:, part.lowest] += part.amount
+        for each in self._stashed:
+            # It is summed up by the layer that finds it, which may be the last of a run.
+            if each.maker < each.until and each.maker + 1 in self._goes_on:
+                self.sums[:, each.maker] += self._of_stashed(each).amount
 
     def _find_sums(self) -> Iterator[tuple[SumAtStart, range]]:
         """Yield what is added up when a backward starts, and the ends of these runs, in a row."""
@@ -129,19 +133,16 @@ class GradientTables:
             is_there = (copy.first <= self._firsts) & (self._firsts <= copy.last)
             amount = self._column([copy.n_bytes]) * is_there
             yield Living(amount, np.array([copy.first]), copy.first, copy.last + 1)
-        yield from self._sums_of_stashed()
+        yield from map(self._of_stashed, self._stashed)
         for place in sorted(whole):
             one = self._flow.memory[place]
             amount = self._column([one.n_bytes])
             yield Living(amount, self._until(place), one.lowest, one.maker)
 
-    def _sums_of_stashed(self) -> Iterator[Living]:
-        """Yield what layers need for sums of what they hand back, and what skips do."""
-        for k in range(self._profile.n_layers):
-            since = stashed_since(self._profile, k)
-            if since is not None:
-                amount = self._column([self._layers[k].stashed_sum_bytes]) * (self._firsts <= since)
-                yield Living(amount, np.array([k]), k, k + 1)
+    def _of_stashed(self, one: StashedSum) -> Living:
+        """Return a sum of what a layer hands back, and a skip does."""
+        amount = self._column([one.n_bytes]) * (self._firsts <= one.source)
+        return Living(amount, np.array([one.since]), one.since, one.until)
 
     def _add_up(self, n_columns: int) -> Table:
         row = self._column([0] * n_columns)
@@ -199,12 +200,45 @@ class GradientTables:
         return np.minimum(most, of_runs + kept)
 
     def is_cut(self, k: int) -> Table:
-        """Tell, with 1 or 0 for every run, whether it is given inputs of one of its layers.
+        """Tell, with 1 or 0 for every run, whether layer k is given what the run is given.
 
-        The first layer's, and what a layer pops that one before the run has stashed.
+        It is the first layer, it pops what a layer before the run has stashed, or that has been
+        handed through. So it counts if other layers give it as its value what it pops.
         """
-        sources = [s.source for s in self._profile.skips if s.source < s.destination == k]
-        return (self._firsts > min([k - 1, *sources])).astype(self._kind)
+        return np.isin(self._firsts, sorted(self._firsts_cut(k))).astype(self._kind)
+
+    def _firsts_cut(self, k: int) -> set[int]:
+        value = self._profile.with_gradient(self._layers[k - 1].outputs if k else ())
+        skips = [skip for skip in self._profile.skips if skip.source < skip.destination == k]
+        if any(s.source + 1 < k and not value.isdisjoint(s.storages) for s in skips):
+            return set(range(k + 1))
+        given = value.union(*(self._profile.with_gradient(skip.storages) for skip in skips))
+        firsts = {k}
+        for storage in given:
+            firsts.update(first for first in self._given_first.get(storage, ()) if first < k)
+            for skip in self._skips_of.get(storage, ()):
+                if skip.destination <= k:
+                    firsts.update(range(skip.source + 1, skip.destination + 1))
+        return firsts
+
+    @cached_property
+    def _given_first(self) -> Mapping[int, Sequence[int]]:
+        """Storages of values, and the first layers of runs that are given them."""
+        found: dict[int, list[int]] = {}
+        for k, layer in enumerate(self._profile.layers, start=1):
+            for storage in layer.outputs:
+                found.setdefault(storage, []).append(k)
+        return found
+
+    @cached_property
+    def _skips_of(self) -> Mapping[int, Sequence[SkipProfile]]:
+        """Storages of skips, and these."""
+        found: dict[int, list[SkipProfile]] = {}
+        for skip in self._profile.skips:
+            if skip.source < skip.destination:
+                for storage in skip.storages:
+                    found.setdefault(storage, []).append(skip)
+        return found
 
     def changes(self, exist: bool) -> Iterator[Change]:
         """Yield how runs to some ends differ from those that go on.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from gpipebal.errors import ProfileError
 from gpipebal.pipeline.values.tensors import bytes_of, has_storage, is_shared, storage_key
 
 __all__ = [
+    "Begun",
     "begun_inside",
     "from_before",
     "handed_back",
@@ -24,6 +25,11 @@ __all__ = [
     "own_gradients",
     "used_again",
 ]
+
+#: What gradients are that a backward begins with: all that is in their memory; views of all of it,
+#: which torch does not add to in place; or parts of something larger, with gaps along every
+#: dimension, as parts of a concatenation have along one.
+Begun = Literal["own", "views", "parts"]
 
 #: All that is needed to make a gradient: shape, dtype and device.
 _Recipe = tuple[torch.Size, torch.dtype, torch.device]
@@ -47,7 +53,7 @@ def memory_of(gradients: Iterable[Tensor | None]) -> dict[int, tuple[int, int]]:
 
 
 def begun_inside(
-    outputs: Sequence[Any], made: Callable[[dict[int, Tensor]], None], as_views: bool
+    outputs: Sequence[Any], made: Callable[[dict[int, Tensor]], None], kind: Begun
 ) -> tuple[list[tuple[Tensor, Tensor]], dict[int, int]]:
     """Append to outputs a function whose backward makes their gradients.
 
@@ -56,7 +62,7 @@ def begun_inside(
     Args:
         outputs: Leaves of a value.
         made: Called with these gradients, by place of the output, when they are there.
-        as_views: Whether they are views, which torch does not add to in place.
+        kind: What they are.
 
     Returns:
         What the backward begins with instead of the outputs, empty if none of them has a gradient;
@@ -72,7 +78,7 @@ def begun_inside(
             "Fix: put the layers between which they go into one (an nn.Sequential inside the "
             "chain), or give costs of your own, gpipebal.Profile.from_costs(forward=[...])."
         )
-    root: Tensor = _Begin.apply(as_views, made, tuple(wanted), *wanted.values())
+    root: Tensor = _Begin.apply(kind, made, tuple(wanted), *wanted.values())
     n_bytes = {place: bytes_of(leaf) for place, leaf in wanted.items()}
     return [(root, torch.ones_like(root))], n_bytes
 
@@ -83,21 +89,31 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        as_views: bool,
+        kind: Begun,
         made: Callable[[dict[int, Tensor]], None],
         places: tuple[int, ...],
         *outputs: Tensor,
     ) -> Tensor:
-        ctx.as_views, ctx.made, ctx.places = as_views, made, places
+        ctx.kind, ctx.made, ctx.places = kind, made, places
         ctx.recipes = [(leaf.shape, leaf.dtype, leaf.device) for leaf in outputs]
         return torch.zeros((), device=outputs[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
         recipes: list[_Recipe] = ctx.recipes
-        made = [torch.zeros(shape, dtype=kind, device=at) for shape, kind, at in recipes]
+        gap = int(ctx.kind == "parts")
+        made = [
+            torch.zeros([n + gap for n in shape], dtype=dtype, device=device)
+            for shape, dtype, device in recipes
+        ]
         ctx.made(dict(zip(ctx.places, made, strict=True)))
-        return None, None, None, *(one.view(one.shape) if ctx.as_views else one for one in made)
+        if ctx.kind != "own":
+            shapes = [shape for shape, _, _ in recipes]
+            made = [
+                one[tuple(map(slice, shape))] if gap else one.view(shape)
+                for one, shape in zip(made, shapes, strict=True)
+            ]
+        return None, None, None, *made
 
 
 def from_before(inputs: Iterable[Any]) -> list[Any]:

@@ -34,7 +34,7 @@ class GivenMemory(NamedTuple):
 
     def is_parted(self, own: Mapping[int, int]) -> bool:
         """Tell whether any of them is not all that is in its memory."""
-        return any(n_bytes != own.get(place) for place, (_, n_bytes) in self.of.items())
+        return any(n_bytes != own.get(place, n_bytes) for place, (_, n_bytes) in self.of.items())
 
 
 class ChainedPeak(NamedTuple):
@@ -53,6 +53,11 @@ class ChainedPeak(NamedTuple):
         """Bytes where each of them has memory of its own."""
         return self.where_given(GivenMemory({}))
 
+    @property
+    def whole(self) -> int:
+        """Bytes of everything else, where others hold all of them to the end."""
+        return max(0, max(rest for _, rest in self.beside))
+
     def where_given(self, memory: GivenMemory) -> int:
         """Return the largest memory where they are in that memory."""
         most = max(
@@ -63,7 +68,7 @@ class ChainedPeak(NamedTuple):
 
 
 #: What holds the gradients that come in, in the order of `PlacePeaks`.
-_GIVEN: tuple[Given, ...] = ("held", "views", "own")
+_GIVEN: tuple[Given, ...] = ("held", "views", "own", "parts")
 
 #: Where no gradients of parameters exist, and where they do.
 _Pair = tuple[ChainedPeak, ChainedPeak]
@@ -101,15 +106,20 @@ class PlacePeaks(NamedTuple):
         before_views: With a layer behind it that hands back views, or what others hold too.
         before_own: With one that hands back memory which nothing else holds: torch may add to that
             in place.
+        before_parts: With one that hands back parts of something larger.
     """
 
     last: _Pair
     before_views: _Pair
     before_own: _Pair
+    before_parts: _Pair
 
     def before(self, given_own: bool, memory: Sequence[GivenMemory]) -> tuple[int, int]:
         """Return the peaks with another layer behind it; arguments as of `LayerMemory.columns`."""
         new, added = self.before_own if given_own else self.before_views
+        own = new.own
+        if any(one.is_parted(own) for one in memory):
+            new, added = self.before_parts
         return max(map(new.where_given, memory)), max(map(added.where_given, memory))
 
 
@@ -144,17 +154,18 @@ class BackwardPeaks(NamedTuple):
         """Return the columns of a layer profile; arguments as of `LayerMemory.columns`."""
         chained = self.first.before(given_own, memory)
         inside = self.inside.before(given_own, memory)
-        copied = _least(self.first.last[way].alone - self.inside.last[way].alone for way in (0, 1))
-        own = self.first.before_views[0].own
-        if any(one.is_parted(own) for one in memory):
-            # Where nothing else holds a gradient, it is kept instead of a copy; but not a part.
-            new, added = (
-                max(*pair) for pair in zip(chained, (i + copied for i in inside), strict=True)
-            )
-            chained = new, added
+        parted = any(one.is_parted(self.first.before_parts[0].own) for one in memory)
+        held, held_inside = (
+            [
+                max(one.alone, more + parts.whole if parted else 0)
+                for one, parts in zip(place.last, place.before_parts, strict=True)
+            ]
+            for place, more in ((self.first, self.copied_bytes), (self.inside, 0))
+        )
+        copied = _least(one - other for one, other in zip(held, held_inside, strict=True))
         return {
-            "backward_peak_bytes": self.new,
-            "accumulating_peak_bytes": self.added,
+            "backward_peak_bytes": held[0],
+            "accumulating_peak_bytes": held[1],
             "chained_peak_bytes": chained[0],
             "chained_accumulating_peak_bytes": chained[1],
             "copied_bytes": self.copied_bytes,
@@ -215,7 +226,7 @@ def find_peaks(
         pairs = zip(new, added or new, strict=True)
         return PlacePeaks(*((one.peak, other.peak) for one, other in pairs)), new
 
-    first, (_, views, own) = of_place(held, False)
+    first, (_, views, own, _) = of_place(held, False)
     hands_back = {
         place: (views.hands_back_own.get(place, False), own.hands_back_own.get(place, False))
         for place in views.hands_back_own.keys() | own.hands_back_own.keys()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from gpipebal.pipeline.process.checkpoint import phase
 from gpipebal.pipeline.values.tensors import bytes_of, has_storage, plain_parts, storage_key
 from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.gradients import (
+    Begun,
     begun_inside,
     handed_back,
     handed_through,
@@ -35,8 +36,8 @@ __all__ = [
 ]
 
 #: What holds the gradients that a backward is given: its caller, to the end; or nothing else than
-#: what they are views of; or nothing else at all.
-Given = Literal["held", "views", "own"]
+#: the backward, which makes them itself.
+Given = Literal["held"] | Begun
 
 #: For each set of gradients that a backward was given and that lived at one time, by place of the
 #: output, the largest memory of everything else then, beyond what existed before.
@@ -50,43 +51,59 @@ class DeviceLedger(Ledger):
         super().__init__()
         self._type = device.type
         self._given: dict[int, tuple[int, object]] = {}
-        self._beside: dict[frozenset[int], int] = {}
+        self._once_freed: Callable[[], None] | None = None
+        self._beside: dict[frozenset[int], int] | None = None
 
-    def start_beside(self, given: Mapping[int, Tensor]) -> None:
-        """From now on, note the most that lives beside some tensors while any of them live.
+    def start_beside(self, given: Mapping[int, Tensor], once_freed: Callable[[], None]) -> None:
+        """From now on, note the most that lives beside some tensors, for each that live.
 
         Args:
             given: The tensors, by numbers of their own.
+            once_freed: Called when the last of them is freed.
         """
         with self._lock:
             keys = {place: storage_key(one) for place, one in given.items() if has_storage(one)}
             known = self._references
             self._given = {place: (key, known[key]) for place, key in keys.items() if key in known}
-            self._beside = {}
+            self._once_freed, self._beside = once_freed, {}
             self._note_beside()
 
     def beside(self) -> dict[frozenset[int], int]:
         """Stop that; return the bytes of everything else, for each set of them that lived."""
         with self._lock:
-            found, self._beside, self._given = self._beside, {}, {}
-        return found
+            found, self._beside = self._beside, None
+            self._given, self._once_freed = {}, None
+        return found or {}
+
+    def _alive(self) -> dict[int, int]:
+        """Return the bytes of those that live; some may be freed meanwhile, in this thread too."""
+        return {
+            place: self._entries.get(key, (0, 0))[1]
+            for place, (key, one) in self._given.items()
+            if self._references.get(key) is one
+        }
 
     def _note_beside(self) -> None:
-        alive = {
-            p: key for p, (key, one) in self._given.items() if self._references.get(key) is one
-        }
-        rest = sum(self.live) - sum(self._entries[key][1] for key in alive.values())
-        places = frozenset(alive)
-        self._beside[places] = max(rest, self._beside.get(places, 0))
+        if self._beside is not None:
+            alive = self._alive()
+            rest, places = sum(self.live) - sum(alive.values()), frozenset(alive)
+            self._beside[places] = max(rest, self._beside.get(places, 0))
 
     def _enter(self, tensor: Tensor, owner: int, *, take_over: bool) -> bool:
         if tensor.device.type != self._type:
             return False
         with self._lock:
             is_new = super()._enter(tensor, owner, take_over=take_over)
-            if is_new and self._given:
+            if is_new:
                 self._note_beside()
         return is_new
+
+    def _leave(self, key: int) -> None:
+        with self._lock:
+            super()._leave(key)
+            if self._once_freed is not None and not self._alive():
+                once_freed, self._once_freed = self._once_freed, None
+                once_freed()
 
 
 class _Peak:
@@ -100,7 +117,8 @@ class _Peak:
         self._ledger = ledger
         self._device = device if device.type == "cuda" else None
         self._at_start = ledger.start_peak()
-        self._allocated = 0
+        self._allocated = self._of_given = 0
+        self._until_freed: int | None = None
         if self._device is not None:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._allocated = torch.cuda.memory_allocated(self._device)
@@ -117,13 +135,27 @@ class _Peak:
             return self.counted
         return max(self.counted, torch.cuda.max_memory_allocated(self._device) - self._allocated)
 
-    def beside(self) -> Beside:
-        """Return the largest memory beside what the ledger was told of; see `LayerRun`.
+    def start_beside(self, given: Mapping[int, Tensor]) -> None:
+        """Note from now on what there is beside some tensors, by numbers of their own."""
+        self._of_given = sum(map(bytes_of, given.values()))
+        self._ledger.start_beside(given, self._note_freed)
 
-        What only the allocator saw may have been there at any time.
+    def _note_freed(self) -> None:
+        self._until_freed = self.bytes
+
+    def beside(self, places: Iterable[int]) -> Beside:
+        """Return the largest memory beside these tensors; see `LayerRun`.
+
+        Args:
+            places: Their numbers.
         """
-        more = self.bytes - self.counted - self._at_start
-        return tuple((places, rest + more) for places, rest in self._ledger.beside().items())
+        found = {alive: rest - self._at_start for alive, rest in self._ledger.beside().items()}
+        if found and self._device is not None:
+            # Of what only the allocator saw it is known whether all had been freed by then.
+            until = self.bytes if self._until_freed is None else self._until_freed
+            seen = {frozenset(places): until - self._of_given, frozenset[int](): self.bytes}
+            found |= {alive: max(rest, found.get(alive, 0)) for alive, rest in seen.items()}
+        return tuple(found.items())
 
 
 def forward_without_graph(
@@ -248,7 +280,7 @@ def forward_and_backward(
             ]
             roots, begun = roots_of(ends, made), dict[int, int]()
         else:
-            roots, begun = begun_inside(ends, ledger.start_beside, gradients == "views")
+            roots, begun = begun_inside(ends, lambda made: peak.start_beside(made), gradients)
         given_in = memory_of(made)
         found_again = used_again(inputs, outputs) if chain.has_skips else frozenset[int]()
         come = [leaf if place in stashed else None for place, leaf in enumerate(inputs)]
@@ -261,7 +293,7 @@ def forward_and_backward(
         ):
             peak = _Peak(ledger, chain.device)
             chain.run_backward(roots, inputs, chain.names[k])
-        backward, beside = max(0, peak.bytes - sum(begun.values())), peak.beside()
+        backward, beside = max(0, peak.bytes - sum(begun.values())), peak.beside(begun)
         has_copied = any(
             each is not None
             and place not in through
