@@ -354,7 +354,8 @@ class Cell:
 
     def backward_peak(self, k: int, layer: LayerProfile, gradients_exist: bool) -> int:
         """Return the largest memory of a layer's backward in this cell, in the place of layer k."""
-        inside = not self._is_cut(k)
+        copies = layer.cut_copied_bytes or layer.chained_cut_copied_bytes
+        inside = not (copies and self._is_cut(k))
         peak = uncopied_peak(layer, gradients_exist, inside=inside)
         if k + 1 < len(self.layers):
             chained = chained_peak(layer, gradients_exist, inside=inside)

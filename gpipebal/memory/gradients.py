@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from gpipebal.profile import Profile, SkipProfile
 
-__all__ = ["RunGradients", "StashedSum", "SumAtStart", "stashed_sums", "sums_at_start"]
+__all__ = ["RunGradients", "SumAtStart", "sums_at_start"]
 
 
 class SumAtStart(NamedTuple):
@@ -59,43 +59,6 @@ def sums_at_start(
             yield SumAtStart(storage, profile.bytes_of([storage]), max(stashed), given[-2])
 
 
-class StashedSum(NamedTuple):
-    """A sum of what comes back to a tensor from a layer and from a skip, which waits.
-
-    Attributes:
-        n_bytes: Its bytes.
-        source: The last layer that has stashed the tensor: a partition with it makes the sum ...
-        maker: ... if it has this layer too.
-        since: The first layer that finds it beside its own; from there on all up to `until`.
-        until: The first layer that does not.
-    """
-
-    n_bytes: int
-    source: int
-    maker: int
-    since: int
-    until: int
-
-
-def stashed_sums(profile: Profile) -> Iterator[StashedSum]:
-    """Yield sums that exist before the backward of the layer that has stashed a tensor.
-
-    Of several gradients of it, the first to come is that of the skip. Autograd adds to it what a
-    layer hands back, piece by piece, in memory of its own. A layer that pops what it is given too
-    hands back both at once.
-    """
-    for k in range(1, profile.n_layers):
-        value = profile.with_gradient(profile.layers[k - 1].outputs)
-        both = [s for s in profile.skips if s.source < k and not value.isdisjoint(s.storages)]
-        sources = [skip.source for skip in both if k < skip.destination]
-        if sources and profile.layers[k].stashed_sum_bytes:
-            yield StashedSum(profile.layers[k].stashed_sum_bytes, max(sources), k, k, k + 1)
-        for skip in both:
-            if skip.destination == k and skip.source + 1 < k:
-                n_bytes = profile.bytes_of(value.intersection(skip.storages))
-                yield StashedSum(n_bytes, skip.source, k, skip.source + 1, k)
-
-
 class RunGradients:
     """Memory of gradients in one partition; layers are counted from its first.
 
@@ -125,7 +88,7 @@ class RunGradients:
         for copy in self._flow.copies:
             if copy.first <= first <= copy.last < self._stop - 1:
                 lives(first, copy.last + 1, copy.n_bytes)
-        for sum_ in stashed_sums(profile):
+        for sum_ in self._flow.sums:
             if first <= sum_.source and sum_.maker < end:
                 lives(sum_.since, sum_.until, sum_.n_bytes)
         self._living = list(accumulate(changes))

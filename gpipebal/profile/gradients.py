@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from gpipebal.profile.layer import SkipProfile
     from gpipebal.profile.profile import Profile
 
-__all__ = ["GradientCopy", "GradientFlow", "GradientMemory", "find_flow"]
+__all__ = ["GradientCopy", "GradientFlow", "GradientMemory", "StashedSum", "find_flow"]
 
 
 class GradientMemory(NamedTuple):
@@ -68,6 +69,24 @@ class GradientCopy(NamedTuple):
     last: int
 
 
+class StashedSum(NamedTuple):
+    """A sum of what comes back to a tensor from a layer and from a skip, which waits.
+
+    Attributes:
+        n_bytes: Its bytes.
+        source: The last layer that has stashed the tensor: a partition with it makes the sum ...
+        maker: ... if it has this layer too.
+        since: The first layer that finds it beside its own; from there on all up to `until`.
+        until: The first layer that does not.
+    """
+
+    n_bytes: int
+    source: int
+    maker: int
+    since: int
+    until: int
+
+
 @dataclass(frozen=True)
 class GradientFlow:
     """Memory of all gradients of a chain.
@@ -78,12 +97,14 @@ class GradientFlow:
             and for what it has stashed; and nothing for a loss after the last layer.
         skips: For each skip connection, the places in `memory` of its gradient.
         copies: Copies of gradients of what partitions are given.
+        sums: Sums that exist before the backward of the layer that has stashed a tensor.
     """
 
     memory: tuple[GradientMemory, ...]
     given: tuple[tuple[int, ...], ...]
     skips: tuple[tuple[int, ...], ...]
     copies: tuple[GradientCopy, ...]
+    sums: tuple[StashedSum, ...]
 
 
 @dataclass
@@ -143,6 +164,7 @@ GradientMemory(n_bytes=8, maker=1, last=0, sources=()))
         tuple(tuple(place[key] for key in dict.fromkeys(keys)) for keys in given),
         tuple(tuple(place[key] for key in keys) for keys in of_skips),
         tuple(_copies(profile)),
+        tuple(_sums(profile)),
     )
 
 
@@ -162,6 +184,30 @@ def _copies(profile: Profile) -> Iterator[GradientCopy]:
             alone = profile.bytes_of(held) == profile.gradients_into(last)
             if not alone or n_bytes not in (profile.storages[one] for one in held):
                 yield GradientCopy(n_bytes, k, last)
+
+
+def _sums(profile: Profile) -> Iterator[StashedSum]:
+    """Yield sums of what comes back from layers and from skips.
+
+    Of several gradients of a tensor, the first to come is that of the skip. Autograd adds to it
+    what a layer hands back, piece by piece, in memory of its own. A layer that pops what it is
+    given too hands back both at once.
+    """
+    stashed: dict[int, list[SkipProfile]] = {}
+    for skip in profile.skips:
+        for storage in profile.with_gradient(skip.storages):
+            stashed.setdefault(storage, []).append(skip)
+    for k in range(1, profile.n_layers if stashed else 1):
+        outputs = [one for one in profile.layers[k - 1].outputs if one in stashed]
+        skips = {id(s): s for one in outputs for s in stashed[one] if s.source < k}.values()
+        sources = [skip.source for skip in skips if k < skip.destination]
+        more = profile.layers[k].stashed_sum_bytes
+        if sources and more:
+            yield StashedSum(more, max(sources), k, k, k + 1)
+        for skip in skips:
+            if skip.destination == k and skip.source + 1 < k:
+                n_bytes = profile.bytes_of(set(outputs).intersection(skip.storages))
+                yield StashedSum(n_bytes, skip.source, k, skip.source + 1, k)
 
 
 def _of_values(profile: Profile) -> Iterator[tuple[int, list[tuple[Hashable, int]]]]:

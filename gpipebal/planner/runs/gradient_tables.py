@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gpipebal.memory.gradients import StashedSum, SumAtStart, stashed_sums, sums_at_start
+from gpipebal.memory.gradients import SumAtStart, sums_at_start
 from gpipebal.memory.layer_peaks import chained_peak, uncopied_peak
 from gpipebal.planner.runs.chain import LayerChain
 from gpipebal.planner.runs.highest import Change
 from gpipebal.profile import SkipProfile
+from gpipebal.profile.gradients import StashedSum
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -72,7 +73,6 @@ class GradientTables:
         self._profile, self._layers = chain.profile, chain.layers
         self._firsts, self._kind = firsts, kind
         self._flow = self._profile.gradient_flow
-        self._stashed = list(stashed_sums(self._profile))
         self._parts = list(self._find_parts())
         self.living = self._add_up(len(self._layers))
         n = self._profile.n_layers
@@ -82,7 +82,7 @@ class GradientTables:
         self.sums: Table = np.zeros((len(firsts), n), dtype=kind)
         for one, ends in self._sums:
             self.sums[:, ends.start - 1 : ends.stop - 1] += self._of_sum(one)[:, None]
-        for each in self._stashed:
+        for each in self._flow.sums:
             # It is summed up by the layer that finds it, which may be the last of a run.
             if each.maker < each.until and each.maker + 1 in self._goes_on:
                 self.sums[:, each.maker] += self._of_stashed(each).amount
@@ -133,7 +133,7 @@ class GradientTables:
             is_there = (copy.first <= self._firsts) & (self._firsts <= copy.last)
             amount = self._column([copy.n_bytes]) * is_there
             yield Living(amount, np.array([copy.first]), copy.first, copy.last + 1)
-        yield from map(self._of_stashed, self._stashed)
+        yield from map(self._of_stashed, self._flow.sums)
         for place in sorted(whole):
             one = self._flow.memory[place]
             amount = self._column([one.n_bytes])
