@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from gpipebal.errors import ProfileError
+from gpipebal.profiler.chain.failures import is_out_of_memory
 from gpipebal.profiler.memory.layer_run import Beside, Given, LayerRun
 
 __all__ = ["BackwardPeaks", "BackwardRun", "ChainedPeak", "GivenMemory", "PlacePeaks", "find_peaks"]
@@ -207,7 +209,14 @@ def find_peaks(
         given: Given, inside: bool, *, keeps: bool = False, stashed: Collection[int] = ()
     ) -> BackwardRun:
         # With a layer behind it what is handed through is not copied, so it is left out.
-        found = run(() if given == "held" else through, given, inside, stashed)
+        without = () if given == "held" else through
+        try:
+            found = run(without, given, inside, stashed)
+        except ProfileError as error:
+            if given != "parts" or is_out_of_memory(error):
+                raise
+            # Some kernels refuse gradients with gaps, and would in a chain too.
+            found = run(without, "views", inside, stashed)
         if not keeps:
             drop()
         return found

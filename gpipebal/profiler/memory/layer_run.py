@@ -293,7 +293,8 @@ def forward_and_backward(
         ):
             peak = _Peak(ledger, chain.device)
             chain.run_backward(roots, inputs, chain.names[k])
-        backward, beside = max(0, peak.bytes - sum(begun.values())), peak.beside(begun)
+        backward = max(0, peak.bytes - sum(begun.values()))
+        beside = peak.beside(begun) if begun else ()
         has_copied = any(
             each is not None
             and place not in through
