@@ -79,15 +79,15 @@ class LayerProfile:
             gradients which exist already.
         copied_bytes: How much of `backward_peak_bytes` and of `accumulating_peak_bytes` is copies
             of gradients that are handed through: only the first layer of a partition makes them.
-        cut_copied_bytes: How much of these peaks, beside `copied_bytes`, is copies of gradients of
-            its inputs that share memory with each other, or are parts of larger ones: only the
-            first layer of a partition makes them, and one that pops what an earlier partition has
-            stashed.
+        cut_copied_bytes: How many bytes of `backward_peak_bytes` and of `accumulating_peak_bytes`,
+            beside `copied_bytes`, are copies of gradients of its inputs that share memory with each
+            other, or are parts of larger ones: only layers make them that are given what their
+            partition is given, its first layer above all.
         chained_cut_copied_bytes: The same of `chained_peak_bytes` and of
             `chained_accumulating_peak_bytes`, where they are known.
-        stashed_sum_bytes: How much more than these peaks it needs if what it is given is stashed
-            too, by an earlier layer of the partition: the sum of what comes back both ways, if the
-            layer hands back its own share in several pieces.
+        stashed_sum_bytes: How many bytes more than these peaks it needs if what it is given is
+            stashed too, by an earlier layer of the partition: the sum of what comes back both ways,
+            if the layer hands back its own share in several pieces.
         optimizer_peak_bytes: Largest memory of the optimizer's step on its parameters beyond what
             existed at its start, without state that is made only once; None: not known.
         optimizer_carried_bytes: How much more that is where an earlier layer of the partition has

@@ -4,10 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.pipeline import GPipe, measure_memory
+from gpipebal.skip import pop, skippable, stash
+
+
+@skippable(stash=["kept"])
+class Keep(nn.Module):
+    """Stash what it returns."""
+
+    def forward(self, x: Tensor) -> Any:
+        yield stash("kept", x)
+        return x
+
+
+@skippable(pop=["kept"])
+class Beside(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return torch.cat([x, (yield pop("kept"))], dim=1)
+
+
+@skippable(pop=["kept"])
+class Add(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x + (yield pop("kept"))
 
 
 def squares(output: Tensor) -> Tensor:

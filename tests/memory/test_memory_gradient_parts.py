@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from counted_memory import counted, measured, squares
+from counted_memory import Add, Beside, Keep, counted, measured, squares
 from torch import Tensor, nn
 
 import gpipebal as gb
@@ -41,25 +41,6 @@ class Work(torch.autograd.Function):
 class Busy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return Work.apply(x)  # type: ignore[no-any-return]
-
-
-@skippable(stash=["kept"])
-class Keep(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("kept", x)
-        return x
-
-
-@skippable(pop=["kept"])
-class Beside(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        return torch.cat([x, (yield pop("kept"))], dim=1)
-
-
-@skippable(pop=["kept"])
-class Add(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        return x + (yield pop("kept"))
 
 
 class Two(nn.Module):

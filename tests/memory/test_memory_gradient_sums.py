@@ -10,25 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from counted_memory import counted, measured, squares
+from counted_memory import Add, Beside, Keep, counted, measured, squares
 from torch import Tensor, nn
 
 from gpipebal.planner import evaluate
-from gpipebal.skip import pop, skippable, stash
+from gpipebal.skip import skippable, stash
 
 pytestmark = pytest.mark.timeout(120)
 COLUMNS, WIDE, ROWS = 32, 256, 48
 #: What the numbers of losses may need besides.
 FEW = 64
-
-
-@skippable(stash=["kept"])
-class Keep(nn.Module):
-    """Stash what it returns."""
-
-    def forward(self, x: Tensor) -> Any:
-        yield stash("kept", x)
-        return x
 
 
 @skippable(stash=["kept"])
@@ -39,18 +30,6 @@ class KeepOwn(nn.Sequential):
         x = super().forward(x)
         yield stash("kept", x)
         return x
-
-
-@skippable(pop=["kept"])
-class Beside(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        return torch.cat([x, (yield pop("kept"))], dim=1)
-
-
-@skippable(pop=["kept"])
-class Add(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        return x + (yield pop("kept"))
 
 
 class Residual(nn.Module):

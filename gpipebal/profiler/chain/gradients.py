@@ -28,7 +28,7 @@ __all__ = [
 
 #: What gradients are that a backward begins with: all that is in their memory; views of all of it,
 #: which torch does not add to in place; or parts of something larger, with gaps along every
-#: dimension, as parts of a concatenation have along one.
+#: dimension of several elements, as parts of a concatenation have along one.
 Begun = Literal["own", "views", "parts"]
 
 #: All that is needed to make a gradient: shape, dtype and device.
@@ -101,9 +101,10 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
         recipes: list[_Recipe] = ctx.recipes
-        gap = int(ctx.kind == "parts")
+        gap = ctx.kind == "parts"
         made = [
-            torch.zeros([n + gap for n in shape], dtype=dtype, device=device)
+            # None along a dimension of one element: that would take as much memory again.
+            torch.zeros([n + (gap and n > 1) for n in shape], dtype=dtype, device=device)
             for shape, dtype, device in recipes
         ]
         ctx.made(dict(zip(ctx.places, made, strict=True)))

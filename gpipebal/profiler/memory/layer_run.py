@@ -280,6 +280,7 @@ def forward_and_backward(
             ]
             roots, begun = roots_of(ends, made), dict[int, int]()
         else:
+            # The peak of the backward, which begins below.
             roots, begun = begun_inside(ends, lambda made: peak.start_beside(made), gradients)
         given_in = memory_of(made)
         found_again = used_again(inputs, outputs) if chain.has_skips else frozenset[int]()
