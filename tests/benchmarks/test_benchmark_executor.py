@@ -23,7 +23,7 @@ FOLDER = Path(gb.__file__).parent.parent / "benchmarks" / "executor"
 sys.path.insert(0, str(FOLDER))
 
 from executor_benchmark import cells, measure, tables, ways, workloads  # noqa: E402
-from executor_benchmark.floors import floors  # noqa: E402
+from executor_benchmark.floors import SAME_SCHEDULE, floors  # noqa: E402
 from executor_benchmark.processes import Processes  # noqa: E402
 from executor_benchmark.result import FORMAT, VERSION, Result  # noqa: E402
 
@@ -39,6 +39,8 @@ def test_readme_says_what_the_stored_result_says() -> None:
     assert fill_in(readme, tables.blocks(Result.load(RESULTS))) == readme
     others = [Result.load(FOLDER / name) for name in tables.OTHERS]
     assert fill_in(readme, tables.other_blocks(others), tables.OTHERS_SOURCE) == readme
+    distributed = tables.distributed_blocks(Result.load(FOLDER / tables.DISTRIBUTED))
+    assert fill_in(readme, distributed, tables.DISTRIBUTED) == readme
 
 
 def test_stored_result_is_complete() -> None:
@@ -53,6 +55,21 @@ def test_stored_result_is_complete() -> None:
         # A peer may be absent, which its row says; gpipebal may not.
         assert all(result.row(case, way)["status"] == "ok" for way in OURS)
         assert all(result.efficiency(case, way) for way in OURS)
+
+
+def test_stored_result_of_few_ways_is_complete() -> None:
+    """Every case was compared with torch.distributed, at full size, with an interval."""
+    result = Result.load(FOLDER / tables.DISTRIBUTED)
+    assert not result.record["provenance"]["quick"]
+    cases = result.cases(*(workload.name for workload in workloads.WORKLOADS))
+    assert len(cases) == sum(len(workload.chunks) for workload in workloads.WORKLOADS)
+    for case in cases:
+        for way, (peer, _) in SAME_SCHEDULE.items():
+            ratio = result.paired_ratio(case, way, peer)
+            if (case[1], peer) == (1, "distributed_1f1b"):
+                assert ratio is None
+            else:
+                assert ratio is not None and ratio.low <= ratio.median <= ratio.high
 
 
 def test_examples_of_the_ideal_makespan() -> None:
@@ -244,6 +261,18 @@ def test_group_has_a_row_for_every_way(workload: workloads.Workload) -> None:
     assert found["distributed_gpipe", "never"]["status"] == "left out"
 
 
+def test_group_of_some_ways_has_their_rows_alone() -> None:
+    """Ways that were asked for run without the others, checkpoints and cells."""
+    rows = measure.measure_group(
+        TINY[0], [4, 4], 4, rounds=2, processes=None, only=["gpipebal_1f1b", "distributed_1f1b"]
+    )
+    found = [(row["way"], row["checkpoint"], row["status"]) for row in rows]
+    assert sorted(found) == [
+        ("distributed_1f1b", "never", "left out"),
+        ("gpipebal_1f1b", "never", "ok"),
+    ]
+
+
 def test_order_of_ways_changes_and_favours_no_position() -> None:
     """Two rounds that follow each other put each way as far from the start as from the end."""
     names = list(ways.LABELS)
@@ -391,6 +420,21 @@ def test_mean_of_ratios_is_the_same_either_way_round() -> None:
     record["results"] += slow
     found = {floor.name: floor.value for floor in floors(Result(record))}
     assert found["torchgpipe / loss(pipe(x)), mean"] == pytest.approx(1.0)
+
+
+def test_ratio_of_rounds_is_not_moved_by_rounds_that_are_slow_for_all() -> None:
+    """Rounds are compared one by one, and the interval holds their middle."""
+    record = _record()
+    slow = [1.0, 3.0, 1.0, 5.0, 1.0, 2.0, 1.0, 1.0]
+    of = {row["way"]: row for row in record["results"]}
+    of["distributed_gpipe"]["seconds"]["all"] = slow
+    more = [1.01, 1.02, 1.03, 1.04, 1.05, 1.06, 1.07, 1.08]
+    of["gpipebal"]["seconds"]["all"] = [a * b for a, b in zip(slow, more, strict=True)]
+    result = Result(record)
+    case = ("mlp", 4, "never")
+    ratio = result.paired_ratio(case, "gpipebal", "distributed_gpipe")
+    assert ratio == pytest.approx((1.045, 1.01, 1.08))
+    assert result.paired_ratio(case, "gpipebal", "fairscale") is None
 
 
 def test_tables_show_losses_and_absent_peers() -> None:

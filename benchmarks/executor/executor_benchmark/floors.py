@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from executor_benchmark.result import Case, Result
 
-__all__ = ["Floor", "floors"]
+__all__ = ["SAME_SCHEDULE", "Floor", "distributed_floors", "floors"]
 
 #: The ways of gpipebal, as its users write them.
 _OURS = {
@@ -20,7 +20,7 @@ _OURS = {
 
 #: The same schedule in torch.distributed.pipelining. Its GPipe takes the loss per micro-batch, as
 #: step('gpipe') does; loss(pipe(x)) waits for the whole mini-batch, and is compared all the same.
-_SAME_SCHEDULE = {
+SAME_SCHEDULE = {
     "gpipebal_gpipe": ("distributed_gpipe", "GPipe"),
     "gpipebal": ("distributed_gpipe", "GPipe"),
     "gpipebal_1f1b": ("distributed_1f1b", "1F1B"),
@@ -77,14 +77,7 @@ def floors(result: Result) -> list[Floor]:
         where = f"{_over(values)}, chunks >= 4"
         found.append(Floor(f"torchgpipe / {name}, mean", 1.6, _mean_ratio(values), where))
 
-    for way, (peer, schedule) in _SAME_SCHEDULE.items():
-        values = _known((result.ratio(case, way, peer), case) for case in cases)
-        highest, where = max(values, default=(None, None))
-        name = f"{_OURS[way]} / torch.distributed {schedule}"
-        found.append(Floor(f"{name}, worst", 1.03, highest, _name(where), at_most=True))
-        if values:
-            found.append(Floor(f"  {name}, mean", None, _mean_ratio(values), _over(values)))
-
+    found += distributed_floors(cases, result.ratio)
     alone = [
         (row["gpipebal"]["median"] / row["plain_1"]["median"], row["workload"])
         for row in result.record["one_partition"]
@@ -92,6 +85,21 @@ def floors(result: Result) -> list[Floor]:
     highest, workload = max(alone, default=(None, "not measured"))
     name = "one partition, chunks=1, never / plain, worst"
     found.append(Floor(name, 1.03, highest, workload, at_most=True))
+    return found
+
+
+def distributed_floors(
+    cases: Sequence[Case], ratio: Callable[[Case, str, str], float | None]
+) -> list[Floor]:
+    """Evaluate the floors that torch.distributed sets, by any ratio of two ways in a case."""
+    found = []
+    for way, (peer, schedule) in SAME_SCHEDULE.items():
+        values = _known((ratio(case, way, peer), case) for case in cases)
+        highest, where = max(values, default=(None, None))
+        name = f"{_OURS[way]} / torch.distributed {schedule}"
+        found.append(Floor(f"{name}, worst", 1.03, highest, _name(where), at_most=True))
+        if values:
+            found.append(Floor(f"  {name}, mean", None, _mean_ratio(values), _over(values)))
     return found
 
 

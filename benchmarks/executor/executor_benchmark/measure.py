@@ -12,7 +12,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
@@ -134,6 +134,7 @@ def measure_group(
     least_seconds: float = 0.0,
     processes: Processes | None,
     quick: bool = False,
+    only: Collection[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Run a workload in all ways, with one number of micro-batches.
 
@@ -149,6 +150,9 @@ def measure_group(
             ones.
         processes: Those of torch.distributed; None: leave it out.
         quick: Whether `workload` is a tiny one.
+        only: Names of some ways, which then run by themselves: without checkpoints, and without the
+            cells that tell the ideal makespan; gradients are compared with those of the first.
+            None: all ways.
 
     Returns:
         One record per way and checkpoint mode.
@@ -156,7 +160,8 @@ def measure_group(
     Raises:
         AssertionError: gpipebal, or the cells, gave other gradients than the plain model.
     """
-    checkpoints = CHECKPOINTS if chunks > 1 else CHECKPOINTS[:1]
+    checkpoints = CHECKPOINTS if chunks > 1 and only is None else CHECKPOINTS[:1]
+    chosen = [name for name in LABELS if only is None or name in only]
     with ExitStack() as stack:
         absent = {}
         if processes is None:
@@ -170,15 +175,16 @@ def measure_group(
                 absent = dict.fromkeys(SCHEDULES, _failed(error))
         turns: list[_Turn] = []
         cells: dict[tuple[str, str], _Cells] = {}
-        for name in ("plain_1", "plain_2"):
-            turns.append(_make_turn(stack, name, None, workload, balance, chunks))
+        for name in chosen:
+            if name.startswith("plain"):
+                turns.append(_make_turn(stack, name, None, workload, balance, chunks))
         for checkpoint in checkpoints:
-            for name in list(LABELS)[2:]:
-                if name not in SCHEDULES:
-                    turns.append(_make_turn(stack, name, checkpoint, workload, balance, chunks))
-                elif checkpoint == "never":  # torch.distributed.pipelining has no checkpointing
+            for name in chosen:
+                if name in SCHEDULES and checkpoint == "never":  # it has no checkpointing
                     turns.append(_distributed_turn(name, processes, absent.get(name, "ok")))
-            for name in ("gpipe", "1f1b"):
+                elif name not in SCHEDULES and not name.startswith("plain"):
+                    turns.append(_make_turn(stack, name, checkpoint, workload, balance, chunks))
+            for name in ("gpipe", "1f1b") if only is None else ():
                 made = _Cells(workload, balance, chunks, checkpoint, name)
                 cells[name, checkpoint] = made
                 turns.append(

@@ -6,15 +6,25 @@ import json
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["FORMAT", "VERSION", "Case", "Result"]
+from scipy.stats import quantile_test
+
+__all__ = ["FORMAT", "VERSION", "Case", "PairedRatio", "Result"]
 
 FORMAT = "gpipebal-benchmark-executor"
 VERSION = 1
 
 #: Workload, micro-batches, checkpoint mode.
 Case = tuple[str, int, str]
+
+
+class PairedRatio(NamedTuple):
+    """The median of a ratio over the rounds, and between what it lies with 95 % confidence."""
+
+    median: float
+    low: float
+    high: float
 
 
 class Result:
@@ -93,3 +103,17 @@ class Result:
         """Return one way's median step time over another's: above 1, the other is faster."""
         top, bottom = self.median(case, way), self.median(case, over)
         return None if top is None or bottom is None else top / bottom
+
+    def paired_ratio(self, case: Case, way: str, over: str) -> PairedRatio | None:
+        """Compare two ways in each round by itself: what slows a whole round down cancels out.
+
+        The interval assumes nothing of how the ratios are spread, only that rounds do not depend on
+        each other. With fewer than six of them its ends are NaN.
+        """
+        rows = self.row(case, way), self.row(case, over)
+        if any(row["status"] != "ok" for row in rows):
+            return None
+        seconds = [row["seconds"]["all"] for row in rows]
+        ratios = [ours / theirs for ours, theirs in zip(*seconds, strict=True)]
+        low, high = quantile_test(ratios, q=1).confidence_interval(0.95)
+        return PairedRatio(statistics.median(ratios), float(low), float(high))

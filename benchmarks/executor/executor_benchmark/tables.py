@@ -8,13 +8,16 @@ from typing import Any
 
 from benchmark_tools.text import block, table
 
-from executor_benchmark.floors import Floor, floors
-from executor_benchmark.result import Case, Result
+from executor_benchmark.floors import SAME_SCHEDULE, Floor, distributed_floors, floors
+from executor_benchmark.result import Case, PairedRatio, Result
 
 __all__ = [
+    "DISTRIBUTED",
     "OTHERS",
     "OTHERS_SOURCE",
     "blocks",
+    "distributed_blocks",
+    "distributed_table",
     "environment",
     "floors_table",
     "other_blocks",
@@ -24,6 +27,8 @@ __all__ = [
 #: Result files of other machines and days, and how the README's mark names them together.
 OTHERS = ("results-xeon.json", "results-noisy.json")
 OTHERS_SOURCE = ", ".join(OTHERS)
+#: Result file of gpipebal and torch.distributed by themselves.
+DISTRIBUTED = "results-distributed.json"
 
 _COLUMNS = {
     "plain_1": "plain 1 thr",
@@ -60,6 +65,12 @@ def other_blocks(others: Sequence[Result]) -> dict[str, str]:
     return {"others": "\n\n".join(parts)}
 
 
+def distributed_blocks(result: Result) -> dict[str, str]:
+    """Return what is said of gpipebal and torch.distributed by themselves."""
+    parts = [block(distributed_table(result)), block(_rounds_table(result)), environment(result)]
+    return {"distributed": "\n\n".join(parts)}
+
+
 def results(result: Result) -> str:
     """Write all tables, as Markdown."""
     parts = ["### Floors", block(floors_table(result))]
@@ -79,6 +90,20 @@ def results(result: Result) -> str:
 
 def floors_table(result: Result) -> str:
     """Write one line per floor: limit, value, whether it is reached."""
+    return _table_of(floors(result))
+
+
+def distributed_table(result: Result) -> str:
+    """Write the floors that torch.distributed sets, by the ratios of each round."""
+
+    def ratio(case: Case, way: str, over: str) -> float | None:
+        found = result.paired_ratio(case, way, over)
+        return None if found is None else found.median
+
+    return _table_of(distributed_floors(result.cases(*result.workloads), ratio))
+
+
+def _table_of(found: Sequence[Floor]) -> str:
     words = {True: "reached", False: "NOT REACHED", None: "not measured"}
     rows = [
         [
@@ -88,9 +113,25 @@ def floors_table(result: Result) -> str:
             "" if floor.limit is None else words[floor.reached],
             floor.where,
         ]
-        for floor in floors(result)
+        for floor in found
     ]
     return table(["floor", "limit", "value", "", "where"], rows, left=(0, 3, 4))
+
+
+def _rounds_table(result: Result) -> str:
+    """Write gpipebal's step times over those of the same schedules, case by case."""
+    rows = []
+    for case in result.cases(*result.workloads):
+        n_rounds = len(result.row(case, "gpipebal")["seconds"]["all"])
+        ratios = [result.paired_ratio(case, way, peer) for way, (peer, _) in SAME_SCHEDULE.items()]
+        rows.append([case[0], str(case[1]), str(n_rounds), *map(_interval, ratios)])
+    over = [f"{_COLUMNS[way]} / {_COLUMNS[peer]}" for way, (peer, _) in SAME_SCHEDULE.items()]
+    title = "gpipebal's step time over torch.distributed's, in the middle of all rounds [95 %]"
+    return f"{title}\n{table(['workload', 'chunks', 'rounds', *over], rows, left=(0,))}"
+
+
+def _interval(ratio: PairedRatio | None) -> str:
+    return "-" if ratio is None else f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
 
 
 def _others_table(others: Sequence[Result]) -> str:
@@ -118,11 +159,13 @@ def environment(result: Result) -> str:
         f"{name} {version or 'not installed'}" for name, version in facts["versions"].items()
     )
     other, spread = facts["other_load"], result.spread()
+    alone = ""
+    if result.record["one_partition"]:
+        alone = f" ({_length(facts, '_one_partition')} for one partition)"
     lines = [
         f"{facts['cpu']}, {facts['cores']} cores, {facts['system']}, {facts['date']}",
         versions,
-        f"{_length(facts, '')} after a warm-up ({_length(facts, '_one_partition')} for one "
-        f"partition); the run took {facts['minutes']:.0f} minutes",
+        f"{_length(facts, '')} after a warm-up{alone}; the run took {facts['minutes']:.0f} minutes",
         "other programs' share of the cores meanwhile: "
         + ("unknown" if other is None else f"{100 * other:.1f} %"),
         "half the distance of the quartiles of a step time, in the middle of all rows: "
