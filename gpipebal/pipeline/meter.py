@@ -101,6 +101,8 @@ def measure_memory(
             ledger.hold([parameter, parameter.grad], j, keep=True)
             for state in states:
                 ledger.hold(state.get(parameter, {}).values(), j, keep=True)
+    # After all parameters: a layer may have one of another's in a list.
+    for j, partition in enumerate(pipe.partitions):
         own = [*partition.buffers(), *attributes_of(partition)]
         ledger.hold((one for one in own if not is_lazy(one)), j, keep=True)
     devices = sorted({device for device in pipe.devices if device.type == "cuda"}, key=str)

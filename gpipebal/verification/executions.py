@@ -19,6 +19,7 @@ from gpipebal.pipeline.layers.batchnorm import DeferredBatchNorm, Statistics, ga
 from gpipebal.pipeline.layers.chain import layers_of
 from gpipebal.pipeline.layers.deferral import convert_deferred_batch_norm
 from gpipebal.pipeline.layers.devices import move_layer
+from gpipebal.pipeline.layers.recomputed import Recomputed
 from gpipebal.pipeline.minibatch.inputs import Inputs, part_inputs
 from gpipebal.pipeline.randomness.random_ops import prepare
 from gpipebal.pipeline.randomness.randomness import OwnRandomness
@@ -64,7 +65,7 @@ def plain_copy(module: nn.Module, pipe: GPipe) -> nn.Module:
         mine = modules.get(name)
         if mine is None:
             continue  # `verify` will say so, if it matters
-        if isinstance(theirs, DeferredBatchNorm):
+        if isinstance(theirs, DeferredBatchNorm) and not isinstance(mine, DeferredBatchNorm):
             mine = convert_deferred_batch_norm(mine, memo)
             plain.set_submodule(name, mine)
         mine.training = theirs.training
@@ -143,8 +144,10 @@ def run_pipe(
     leaves, inputs = _parted(mine, task)
     if watch is not None:
         for k, (name, layer) in enumerate(list(mine._modules.items())):
-            assert layer is not None
-            mine._modules[name] = watched = _Watched(layer, k, watch)
+            # Runs are seen layer by layer, and so not recomputed.
+            alone = layer.stands_for if isinstance(layer, Recomputed) else layer
+            assert alone is not None
+            mine._modules[name] = watched = _Watched(alone, k, watch)
             for partition in mine.partitions:  # a compat pipeline runs the modules there
                 if name in partition._modules:
                     partition._modules[name] = watched

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gpipebal.compat.torchgpipe import GPipe
 from gpipebal.compat.torchgpipe.batchnorm import DeferredBatchNorm
+from gpipebal.errors import ModelError
 from gpipebal.schedule import CHECKPOINT_MODES
 
 
@@ -107,3 +108,33 @@ def test_torchgpipes_further_buffers_are_ignored() -> None:
     state["partitions.1.norm.sum"] = state["partitions.1.norm.sum_squares"] = torch.zeros(4)
     assert str(pipe.load_state_dict(state)) == "<All keys matched successfully>"
     assert len(state) == len(pipe.state_dict()) + 2
+
+
+def test_lazy_layers_stay_as_they_are() -> None:
+    """They have no channels yet; the pipeline says so, and runs them."""
+    model = nn.Sequential(nn.LazyBatchNorm1d())
+    with pytest.warns(UserWarning, match="a lazy batch normalisation is left as it is"):
+        pipe = GPipe(model, [1], chunks=2, deferred_batch_norm=True)
+    x = torch.randn(6, 3)
+    torch.testing.assert_close(pipe(x)[:3], nn.BatchNorm1d(3)(x[:3]))
+
+
+def test_what_would_run_the_original_is_not_converted() -> None:
+    """A compiled call is left behind, and a forward of its own is refused."""
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    model[0].compile(backend="eager")
+    plain = nn.BatchNorm1d(3)
+    pipe = GPipe(model, [1], chunks=2, deferred_batch_norm=True)
+    x = torch.randn(6, 3)
+    pipe(x).sum().backward()
+    plain(x)
+    torch.testing.assert_close(pipe[0].state_dict(), plain.state_dict())
+    model[0].forward = lambda x: x
+    with pytest.raises(ModelError, match="whose forward was replaced"):
+        GPipe(model, [1], chunks=2, deferred_batch_norm=True)
+
+
+def test_what_is_no_chain_is_refused_before_anything_is_converted() -> None:
+    """With the pipeline's own error."""
+    with pytest.raises(ModelError):
+        GPipe([nn.BatchNorm1d(3)], [1], deferred_batch_norm=True)  # type: ignore[arg-type]

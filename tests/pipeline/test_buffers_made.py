@@ -66,8 +66,24 @@ class Gone(nn.Module):
         return y
 
 
+class Deleted(nn.Module):
+    """Deletes a buffer in the first forward, and its place with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("first", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        if hasattr(self, "first"):
+            del self.first
+            return 2 * y
+        return y
+
+
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-@pytest.mark.parametrize("make", [FromNone, Late, Gone])
+@pytest.mark.parametrize("make", [FromNone, Late, Gone, Deleted])
 def test_buffers_that_come_and_go(
     make: Callable[[], nn.Module], checkpoint: CheckpointMode
 ) -> None:

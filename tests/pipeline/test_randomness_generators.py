@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from chains import run_plain
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -383,3 +385,44 @@ def test_the_programs_default_device_does_not_matter() -> None:
     # In a process of its own: operations are caught once for all. Refused as on CUDA, where a
     # generator of the host cannot fill a tensor of the default device.
     subprocess.run([sys.executable, "-c", _ELSEWHERE], check=True, timeout=100)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_layer_may_make_its_generator_anew(checkpoint: CheckpointMode) -> None:
+    """It draws the same in every pass, and the recompute finds that it does."""
+
+    class Noise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            generator = torch.Generator().manual_seed(5)
+            scale = torch.rand(x.shape, generator=generator)
+            return self.linear(x * scale + torch.rand(x.shape, generator=generator))
+
+    plain = nn.Sequential(Noise())
+    model = copy.deepcopy(plain)
+    inputs = torch.randn(4, 3)
+    run_plain(plain, inputs, 2).square().sum().backward()
+    GPipe(model, [1], chunks=2, checkpoint=checkpoint)(inputs).square().sum().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_a_generator_made_anew_and_seeded_otherwise_is_refused() -> None:
+    """A recompute would draw other numbers than its forward."""
+    seeds = itertools.count()
+
+    class Noise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            generator = torch.Generator().manual_seed(next(seeds))
+            return self.linear(x * torch.rand(x.shape, generator=generator))
+
+    pipe = GPipe(nn.Sequential(Noise()), [1], chunks=2, checkpoint="always")
+    with pytest.raises(ModelError, match="otherwise than in its forward"):
+        pipe(torch.randn(4, 3)).sum().backward()

@@ -147,6 +147,9 @@ def test_a_layer_in_a_run_is_read_changed_and_hooked_as_if_it_were_in_none() -> 
     assert place is not model[1] and place.p == 0.1
     place.p = 0.0
     assert model[1].p == 0.0
+    model[1].eval()
+    assert not place.training
+    model[1].train()
     place.training = False
     assert not model[1].training
     place.note = "mine"

@@ -43,7 +43,9 @@ def test_a_loss_that_writes_to_its_target_writes_once(
 
     def loss_fn(output: Tensor, target: dict[str, Tensor]) -> Tensor:
         assert output.shape[1:] == target["mean"].shape[-1:]
-        return ((output - target["mean"].mul_(2)) / target["deviation"]).square().mean()
+        # What it has written is saved for the backward.
+        mean = target["mean"].mul_(2).expand_as(output)
+        return mse_loss(output / target["deviation"], mean / target["deviation"] * output)
 
     def make() -> dict[str, Tensor]:
         shape = (5, 2) if dims == 0 else (2,)
@@ -187,3 +189,15 @@ def test_tensors_hidden_in_a_target_are_refused() -> None:
     with pytest.raises(ModelError, match=r"the target has tensors inside an object"):
         pipe.step(inputs, target=labels, loss_fn=loss_fn)
     pipe.step(inputs, target=labels, loss_fn=loss_fn, target_dims=None)
+
+
+def test_a_write_to_a_part_of_the_target_is_one_to_the_whole() -> None:
+    """A graph of the caller's that has saved the target refuses to go back, as it would alone."""
+    target = torch.ones(4, 1)
+    weight = torch.ones(1, requires_grad=True)
+    outside = (weight * target).sum()
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 1)), [1], chunks=2, checkpoint="never")
+    pipe.step(torch.ones(4, 2), target=target, loss_fn=lambda y, t: mse_loss(y, t.sub_(1)))
+    assert not target.any()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        outside.backward()

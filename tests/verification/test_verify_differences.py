@@ -28,7 +28,7 @@ from verify_cases import dropouts, make, rows, tied
 import gpipebal as gb
 import gpipebal.compat.torchgpipe as compat
 from gpipebal.errors import GpipebalError, VerificationError
-from gpipebal.pipeline import GPipe
+from gpipebal.pipeline import GPipe, convert_deferred_batch_norm, with_recompute
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -290,3 +290,28 @@ def test_a_model_that_cannot_have_the_mini_batch_in_one_piece() -> None:
     model = nn.Sequential(nn.Linear(3, 8), Few())
     report = gb.verify(model, GPipe(model, [1, 1], chunks=3), torch.randn(12, 3))
     assert report.outputs.count == 1 and report.gradients.count == 2
+
+
+def test_runs_with_deferred_statistics_are_right() -> None:
+    """The plain model keeps its runs where the pipeline has deferred layers in them."""
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU()]
+    chain = with_recompute(convert_deferred_batch_norm(nn.Sequential(*layers)), [[1, 2, 3]])
+    gb.verify(chain, gb.GPipe(chain, [4], chunks=2), torch.randn(8, 4))
+    begun = with_recompute(convert_deferred_batch_norm(nn.Sequential(*layers)), [[2, 3]])
+    gb.verify(begun, gb.GPipe(begun, [4], chunks=2), torch.randn(8, 4))
+
+
+def test_the_layer_is_found_in_a_pipeline_with_runs() -> None:
+    """A layer that does something else in the pipeline is named, in a run too."""
+
+    class Twice(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
+    other = copy.deepcopy(plain)
+    other[2] = Twice(4, 4)
+    other.load_state_dict(plain.state_dict())
+    pipe = gb.GPipe(with_recompute(other, [[1, 2]]), [4], chunks=2, checkpoint="never")
+    with pytest.raises(VerificationError, match="The first layer with another result is '2'"):
+        gb.verify(plain, pipe, torch.randn(8, 4))

@@ -10,7 +10,7 @@ import copyreg
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from gpipebal.pipeline.layers import batchnorm, deferral
 from gpipebal.pipeline.layers.batchnorm import Statistics, blank_deferred, gathering
@@ -106,7 +106,11 @@ class DeferredBatchNorm(batchnorm.DeferredBatchNorm):
             chunks: Calls that make a mini-batch, outside a pipeline.
 
         Returns:
-            The converted module; `module` itself where there is nothing to convert.
+            The converted module; `module` itself where there is nothing to convert. Lazy layers
+            stay as they are.
+
+        Raises:
+            ModelError: a module would run the original layer all the same.
 
         Example:
             >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -125,7 +129,8 @@ class DeferredBatchNorm(batchnorm.DeferredBatchNorm):
 
 def _deferred(layer: _BatchNorm, chunks: int) -> _BatchNorm:
     """Return a deferred layer that shares everything with `layer`; itself if nothing is needed."""
-    if not layer.track_running_stats:
+    # A lazy layer has no channels yet, and gets another class with them.
+    if not layer.track_running_stats or isinstance(layer, _LazyNormBase):
         return layer
     if isinstance(layer, DeferredBatchNorm) and layer.chunks == chunks:
         return layer
@@ -134,11 +139,12 @@ def _deferred(layer: _BatchNorm, chunks: int) -> _BatchNorm:
     else:
         # A SyncBatchNorm would talk to other processes, and update the statistics on its own.
         plain = None if isinstance(layer, nn.SyncBatchNorm) else type(layer)
+    deferral.check_own_forward(layer)
     deferred = (
         DeferredBatchNorm.__new__(DeferredBatchNorm)
         if plain is None
         else blank_deferred(DeferredBatchNorm, plain)
     )
-    deferred.__dict__.update(layer.__dict__)
+    deferred.__dict__.update(layer.__getstate__())  # without the compiled call of the original
     deferred._begin(chunks)
     return deferred

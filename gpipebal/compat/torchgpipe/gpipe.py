@@ -26,6 +26,7 @@ from gpipebal.errors import BalanceError, ModelError, PipelineError
 from gpipebal.pipeline.layers.chain import NO_INPUT, check_balance, check_one_input, layers_of
 from gpipebal.pipeline.layers.devices import DeviceLike
 from gpipebal.pipeline.layers.old_keys import strip_partitions
+from gpipebal.pipeline.layers.own import warn_of_lazy_norms
 from gpipebal.pipeline.process.caller import whole_call
 from gpipebal.pipeline.workers.runtime import Runtime
 from gpipebal.schedule import CHECKPOINT_MODES
@@ -90,6 +91,7 @@ class GPipe(gpipebal.pipeline.GPipe):
                 )
         balance = _check_balance(module, balance)
         if deferred_batch_norm:
+            warn_of_lazy_norms(layers_of(module).values())
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, chunks)
         super().__init__(
             module,

@@ -35,6 +35,9 @@ BufferSlot = tuple[nn.Module, str]
 SMALL = 1 << 16
 
 
+#: Stands for the buffer of a place that a module does not have.
+_ABSENT = object()
+
 #: Buffers by place: each with a copy, and how often it had been written to.
 Copies = dict[BufferSlot, tuple[Tensor, Tensor, int | None]]
 
@@ -106,7 +109,7 @@ class Buffers:
         # Large buffers that have been seen to change.
         self._written: set[BufferSlot] = set()
         # The modules' own buffers, while a recompute sees copies in their places.
-        self._lent: dict[BufferSlot, Tensor | None] = {}
+        self._lent: dict[BufferSlot, Any] = {}
 
     def keep(self) -> Kept:
         """Keep what a recompute will need; called before its forward."""
@@ -157,6 +160,7 @@ class Buffers:
         for place, (buffer, copy, version) in before.items():
             # If a foreign buffer is replaced, the other partitions lose it too.
             now = _buffer_of(*place) if place in self._foreign else buffer
+            now = now if isinstance(now, Tensor) else None
             # By value too, because torch's batch normalisation writes without counting a version.
             if not are_equal(copy, now) or version_of(buffer) != version:
                 changed[place] = copy
@@ -244,7 +248,7 @@ class Buffers:
         for (module, name), copy in kept.copies.items():
             own = _buffer_of(module, name)
             self._lent[module, name] = own
-            if copy is None and own is not None and not is_lazy(own):
+            if copy is None and isinstance(own, Tensor) and not is_lazy(own):
                 copy = copied.of(own)  # it has the first values, which must not be changed
             module._buffers[name] = copy
         for (module, name), (buffer, _) in kept.others.items():
@@ -268,7 +272,10 @@ class Buffers:
         """
         lent, self._lent = self._lent, {}
         for (module, name), own in lent.items():
-            module._buffers[name] = own
+            if own is not _ABSENT:
+                module._buffers[name] = own
+            elif name in module._buffers:
+                del module._buffers[name]
 
     def _slots(self) -> Iterator[tuple[BufferSlot, Tensor | None]]:
         for module in self._modules:
@@ -312,8 +319,9 @@ class BuffersOfRun(Buffers):
         return kept.with_copies(self.look(before))
 
 
-def _buffer_of(module: nn.Module, name: str) -> Tensor | None:
+def _buffer_of(module: nn.Module, name: str) -> Any:
+    """Return a buffer; None where a module has kept a place for one, `_ABSENT` where it has not."""
     for known, buffer in module._buffers.items():  # of a scripted module it is not a dictionary
         if known == name:
             return buffer
-    return None
+    return _ABSENT

@@ -17,7 +17,7 @@ from gpipebal.errors import ModelError
 from gpipebal.pipeline.layers.batchnorm import DeferredBatchNorm, blank_deferred
 from gpipebal.pipeline.layers.recomputed import Recomputed
 
-__all__ = ["convert_deferred_batch_norm"]
+__all__ = ["check_own_forward", "convert_deferred_batch_norm"]
 
 #: Layers that are converted, with their subclasses.
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -73,8 +73,12 @@ def _check_converted(layer: Recomputed) -> None:
         )
 
 
-def _check_own_forward(module: nn.Module) -> None:
-    """Refuse a module whose forward is bound to the original: a copy of it would run that."""
+def check_own_forward(module: nn.Module) -> None:
+    """Refuse a module whose forward is bound to the original: a copy of it would run that.
+
+    Raises:
+        ModelError: it is one.
+    """
     if "forward" in vars(module):
         raise ModelError(
             "batch normalisation cannot be deferred in a module that is compiled, or whose forward "
@@ -88,7 +92,7 @@ def _converted(module: nn.Module, memo: dict[nn.Module, nn.Module]) -> nn.Module
     if isinstance(module, DeferredBatchNorm):
         return module
     if isinstance(module, _PLAIN):
-        _check_own_forward(module)
+        check_own_forward(module)
         deferred = blank_deferred(DeferredBatchNorm, type(module))
         deferred.__dict__.update(module.__getstate__())  # without the compiled call of the original
         return deferred
@@ -112,7 +116,7 @@ def _converted(module: nn.Module, memo: dict[nn.Module, nn.Module]) -> nn.Module
     }
     if all(child is module._modules[name] for name, child in children.items()):
         return module
-    _check_own_forward(module)
+    check_own_forward(module)
     _check_other_ways(module, memo)
     converted = copy.copy(module)
     modules: dict[str, Any] = {**module._modules, **children}

@@ -101,7 +101,11 @@ def plan_warnings(
     keyword_dims: Mapping[str, Any] | None = None,
 ) -> Iterator[str]:
     """Say what makes the predictions of a plan doubtful for these layers, threads and rows."""
-    planned = [found for partition in plan.partitions for found in partition.fingerprints]
+    planned = [
+        found
+        for partition in plan.partitions
+        for found in partition.fingerprints or ("",) * len(partition.layers)
+    ]
     changed = [
         name
         for (name, layer), found in zip(layers.items(), planned, strict=False)

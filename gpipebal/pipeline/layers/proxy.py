@@ -57,7 +57,16 @@ class Proxy(nn.Module):
         self.__dict__.update(_layer=layer, _version=layer._version)
         for name in _SHARED:
             self.__dict__[name] = layer.__dict__[name]
-        self.__dict__["training"] = layer.training
+
+    @property
+    def training(self) -> bool:
+        """The mode of the layer."""
+        return self._layer.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_layer" in self.__dict__:
+            self._layer.training = mode
 
     @property
     def stands_for(self) -> nn.Module:
@@ -75,8 +84,6 @@ class Proxy(nn.Module):
             super().__setattr__(name, value)
         elif name in self.__dict__ and name not in _SHARED:
             self.__dict__[name] = value
-            if name == "training":
-                self._layer.training = value
         else:
             setattr(self._layer, name, value)
 
@@ -97,7 +104,6 @@ class Proxy(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the layer."""
         self._layer.train(mode)
-        self.__dict__["training"] = mode
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:

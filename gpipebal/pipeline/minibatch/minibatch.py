@@ -166,9 +166,6 @@ class MiniBatch:
             self._run_forward_phase("F")
             received: list[list[Tensor | None]] = []
         else:
-            for row in self._cells:
-                for cell in row:
-                    cell.begin_backward(keep=False, parameters=True)
             self._begin_gradients(parameters=True)
             self._run_forward_phase("FRB")
             received = self._take_input_gradients()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from gpipebal.errors import BalanceError, ModelError
 from gpipebal.pipeline.process.checkpoint import is_checkpointing, is_recomputing
@@ -65,7 +66,10 @@ class Target:
         _check_rows(self._leaves, self._structure, self._dims, sum(rows))
         grad = torch.is_grad_enabled()
         self._wanted = [grad and need for need in which_need_gradient(self._leaves)]
-        self._parts = scatter_leaves(detached(self._leaves), rows, self._dims)
+        self._parts = [
+            [_counting_alone(leaf, dim) for leaf, dim in zip(part, self._dims, strict=True)]
+            for part in scatter_leaves(detached(self._leaves), rows, self._dims)
+        ]
         self._shared = [dim is None and len(self._rows) > 1 for dim in self._dims]
         # Which tensors the loss writes to, or may write to undetected; None: not known yet.
         self._written: frozenset[int] | None = None
@@ -109,6 +113,10 @@ class Target:
         versions = [version_of(leaf) for leaf in lent]
         yield unflatten(lent, self._structure)
         written = frozenset(k for k, leaf in enumerate(lent) if version_of(leaf) != versions[k])
+        for k in written:
+            if lent[k] is leaves[k] and not self._leaves[k].is_inference():
+                # Graphs of the caller's that have saved the whole are told.
+                increment_version(self._leaves[k])
         if self._written is None:
             # A copy made in inference mode hides writes to it: there may have been some.
             unseen = (k for k in protected if versions[k] is None)
@@ -148,6 +156,15 @@ class Target:
             for leaf, gradient in zip(self._leaves, joined, strict=True)
             if gradient is not None
         ]
+
+
+def _counting_alone(leaf: Any, dim: Dim) -> Any:
+    """Return a part of a tensor that counts by itself how often it is written to.
+
+    Parts have no element in common. As views they would have one count, and the graph of one
+    micro-batch's loss would take a write to another's for one to its own.
+    """
+    return leaf.data if isinstance(leaf, Tensor) and dim is not None else leaf
 
 
 def _check_rows(leaves: Sequence[Any], structure: Any, dims: Sequence[Dim], rows: int) -> None:

@@ -189,16 +189,20 @@ class OwnRandomness:
                 if states is not None:
                     states.append((generator, generator.get_state()))
                 return way.call(generator, args, kwargs)
-        if self._n_given == len(states) or states[self._n_given][0] is not generator:
+        known, state = states[self._n_given] if self._n_given < len(states) else (None, None)
+        self._n_given += 1
+        if known is generator and state is not None:
+            copy = torch.Generator(generator.device)
+            copy.set_state(state)
+            return way.call(copy, args, kwargs)
+        # A layer may make one anew in each pass, and then seeds it alike.
+        if state is None or not torch.equal(generator.get_state(), state):
             raise ModelError(
                 "a checkpointed micro-batch cannot be recomputed: a layer draws from a "
                 "torch.Generator of its own otherwise than in its forward.\n"
                 "Fix: let the layer draw the same in every pass, or checkpoint='never'."
             )
-        copy = torch.Generator(generator.device)
-        copy.set_state(states[self._n_given][1])
-        self._n_given += 1
-        return way.call(copy, args, kwargs)
+        return way.call(generator, args, kwargs)
 
     def _check_not_run_again(self, grad: bool) -> None:
         if self._backward_of is not None and grad:

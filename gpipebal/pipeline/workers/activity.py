@@ -76,8 +76,8 @@ class Activity:
             return f"partition {j} waits to start the {cell}, for {seconds:.1f} s"
         layer = ""
         if action.kind != "B" and partition is not None and partition.names:
-            named = dict(enumerate(map(repr, partition.names))).get(partition.running)
-            layer = " in the loss" if named is None else f" in layer {named}"
+            k, names = partition.running, partition.names
+            layer = f" in layer {names[k]!r}" if k < len(names) else " in the loss"
         return f"partition {j} runs the {cell}{layer}, for {seconds:.1f} s"
 
 
