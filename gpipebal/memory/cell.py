@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from gpipebal.memory.gradients import RunGradients
+from gpipebal.memory.gradients import PartitionGradients
 from gpipebal.memory.layer_peaks import (
     chained_peak,
     copied,
@@ -389,6 +389,6 @@ class Cell:
         return found
 
     @cached_property
-    def _gradients(self) -> RunGradients:
+    def _gradients(self) -> PartitionGradients:
         has_loss = self.loss is not None
-        return RunGradients(self.profile, self.first, self.end, has_loss=has_loss)
+        return PartitionGradients(self.profile, self.first, self.end, has_loss=has_loss)

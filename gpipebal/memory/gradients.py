@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from gpipebal.profile import Profile, SkipProfile
 
-__all__ = ["RunGradients", "SumAtStart", "sums_at_start"]
+__all__ = ["PartitionGradients", "SumAtStart", "sums_at_start"]
 
 
 class SumAtStart(NamedTuple):
@@ -26,13 +26,13 @@ class SumAtStart(NamedTuple):
         n_bytes: Bytes of the sum.
         source: The last layer that has stashed the tensor for a later partition: the backwards of
             layers after it find the sum beside everything else.
-        first: The last layer that a partition may begin with to start from two such gradients.
+        last_first: The last layer that a partition may begin with to start from two such gradients.
     """
 
     storage: int
     n_bytes: int
     source: int
-    first: int
+    last_first: int
 
 
 def sums_at_start(
@@ -59,7 +59,7 @@ def sums_at_start(
             yield SumAtStart(storage, profile.bytes_of([storage]), max(stashed), given[-2])
 
 
-class RunGradients:
+class PartitionGradients:
     """Memory of gradients in one partition; layers are counted from its first.
 
     Args:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from gpipebal.errors import BalanceError
 from gpipebal.memory.cell import Cell
+from gpipebal.memory.layer_peaks import backward_peak
 from gpipebal.problem.checks import check_flag
 from gpipebal.profile import LayerProfile, Profile
 
@@ -19,13 +20,14 @@ class AroundLoss(NamedTuple):
     Attributes:
         most: The most at one time, of outputs, loss and gradients.
         stays: What still exists while the backwards run.
-        target: The target, and the parameters of the loss: these exist all the time.
+        always: What exists all the time: the target, the loss's parameters, and their gradients if
+            they exist before the step.
         after: What still exists after the backwards, while the optimizer steps.
     """
 
     most: int
     stays: int
-    target: int
+    always: int
     after: int
 
 
@@ -59,7 +61,7 @@ def loss_of_micro_batch(profile: Profile) -> LayerProfile:
     if whole is None:
         return _unknown(last.outputs, last.output_bytes)
     m = profile.chunks
-    whole = _times(whole, 1, m)
+    whole = _at_chunks(whole, 1, m)
     return replace(
         whole,
         forward_time=whole.forward_time / m,
@@ -93,19 +95,17 @@ def around_loss(
     gather = outputs + (gathered if chunks > 1 else 0)
     forward = gathered + whole.forward_peak_bytes
     saved = _bytes_of_saved(profile, whole, gathered, chunks)
-    peak, own = whole.backward_peak_bytes, whole.gradient_bytes
-    target = whole.buffer_bytes + whole.parameter_bytes
-    if gradients_exist:
-        known = whole.accumulating_peak_bytes
-        peak, own, target = peak if known is None else known, 0, target + own
-    backward = saved + whole.output_bytes + peak
+    backward = saved + whole.output_bytes + backward_peak(whole, gradients_exist)
+    always = whole.buffer_bytes + whole.parameter_bytes
+    always += whole.gradient_bytes if gradients_exist else 0
+    made = 0 if gradients_exist else whole.gradient_bytes
     # The output, which a caller has given a name; its gradient; the loss, whose number may have a
     # large storage; and the gradients of the loss's parameters.
-    stays = gathered + gradient + whole.output_bytes + own
+    stays = gathered + gradient + whole.output_bytes + made
     # The output of one micro-batch may be one of the tensors of its graph.
     output = cell.bytes_of(cell.outputs) if chunks == 1 else joined
-    after = output + whole.output_bytes + own
-    return AroundLoss(max(gather, forward, backward), stays, target, after)
+    after = output + whole.output_bytes + made
+    return AroundLoss(max(gather, forward, backward), stays, always, after)
 
 
 def _whole_loss(profile: Profile, chunks: int) -> tuple[LayerProfile, int, int]:
@@ -123,9 +123,9 @@ def _whole_loss(profile: Profile, chunks: int) -> tuple[LayerProfile, int, int]:
             gradient = profile.gradient_bytes_of(step.gathered)
             if set(step.gathered) == set(last.outputs):  # the output of one micro-batch
                 gradient += profile.further_gradients(profile.n_layers - 1)
-        loss = _times(step.whole_loss, chunks, profile.chunks)
+        loss = _at_chunks(step.whole_loss, chunks, profile.chunks)
     elif step.loss is not None:
-        loss = _times(step.loss, chunks, 1)
+        loss = _at_chunks(step.loss, chunks, 1)
     else:
         loss = _unknown(last.outputs, chunks * last.output_bytes)
     n, m = chunks, profile.chunks
@@ -142,7 +142,7 @@ def _bytes_of_saved(profile: Profile, whole: LayerProfile, gathered: int, chunks
     return n_bytes + gathered
 
 
-def _times(loss: LayerProfile, chunks: int, of_chunks: int) -> LayerProfile:
+def _at_chunks(loss: LayerProfile, chunks: int, of_chunks: int) -> LayerProfile:
     """Bring a loss over `of_chunks` micro-batches to `chunks`.
 
     Its bytes scale with the rows, except for parameters and their gradients.

@@ -234,7 +234,7 @@ class _Row:
         """
         cell = self._cell
         self._around: AroundLoss | None = None
-        self._target = cell.of_loss(chunks)
+        self._always = cell.of_loss(chunks)
         # Of losses only the numbers are kept.
         self._output = self._output_in_graph = 0
         if cell.gives_outputs:
@@ -242,13 +242,13 @@ class _Row:
             self._output_in_graph = cell.bytes_of(cell.outputs & cell.graph)
             given = chunks * self._output - n_recorded * self._output_in_graph
             self._around = around_loss(cell, chunks, given, gradients_exist=self._gradients_exist)
-            self._target = self._around.target
+            self._always = self._around.always
 
     def _number_type(self, chunks: int, waiting: int) -> Any:
         """Return the type of numbers that holds all sums."""
         needed = map(sum, self._own.values())
         largest = max([*self._held.values(), self._new_graph, self._output, *needed])
-        beside = self._target + self._callers + waiting
+        beside = self._always + self._callers + waiting
         beside += self._around.stays if self._around else 0
         return number_type(largest * (chunks + 2) + beside)
 
@@ -259,9 +259,9 @@ class _Row:
         own = self._of_each(lambda way: self._own[way].activations)
         self._activations = self._in_flight - after + own
         made = self._of_each(self._given_by)
-        self._outputs = self._target + np.cumsum(made) - made
+        self._outputs = self._always + np.cumsum(made) - made
         if self._around is not None:
-            self._outputs[self._turn :] = self._target + self._around.stays
+            self._outputs[self._turn :] = self._always + self._around.stays
         self._waiting = np.zeros(len(self._codes), dtype=self._numbers)
         if waits is not None:
             self._waiting += np.array(waits, dtype=self._numbers)
@@ -320,14 +320,14 @@ class _Row:
         return Moment(
             int(self._in_flight[self._turn - 1]),
             self._cell.all_gradients if self._gradients_exist else 0,
-            outputs=self._target + around.most,
+            outputs=self._always + around.most,
             # What waits for others' recomputes waits before the first backward too.
             waiting=int(self._waiting[self._turn]) if self._turn < len(self._waiting) else 0,
         )
 
     def _behind(self) -> Moment:
         """Return the moment after all actions, when the optimizer steps."""
-        outputs = self._target + (self._around.after if self._around is not None else 0)
+        outputs = self._always + (self._around.after if self._around is not None else 0)
         cell = self._cell
         return Moment(self._callers, cell.gradients_of_step, optimizer_peak(cell), outputs=outputs)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -64,6 +64,35 @@ class Stream:
         return self.is_held or self.taken_by == "R"
 
 
+class _Span(NamedTuple):
+    """When actions start and end, by kind, partition and micro-batch, in seconds."""
+
+    starts: NDArray[np.float64]
+    ends: NDArray[np.float64]
+
+    def taken(self, stream: Stream) -> NDArray[np.float64]:
+        """Return when the micro-batches of a stream are taken."""
+        times = self.ends if stream.at_end else self.starts
+        found: NDArray[np.float64] = times[KINDS.index(stream.taken_by), stream.taker]
+        return found
+
+
+class _Clock(NamedTuple):
+    """What a timeline says.
+
+    Attributes:
+        known: When actions start and end.
+        late: The same for each if its own partition is slower than all others; None: it is not.
+        at_once: What is taken within so many seconds may as well be taken late.
+        shortest: Seconds of the shortest action.
+    """
+
+    known: _Span
+    late: _Span | None
+    at_once: float
+    shortest: float
+
+
 class Waiting:
     """Bytes that wait at the actions of each partition.
 
@@ -92,12 +121,8 @@ class Waiting:
         again = order.kinds == R
         self._recomputed = np.zeros(shape, dtype=bool)
         self._recomputed[order.partitions[again], order.micro_batches[again]] = True
-        # For each kind, partition and micro-batch: the action's place in its row, and its start.
+        # For each kind, partition and micro-batch, the action's place in its row.
         self._places = np.zeros((len(KINDS), *shape), dtype=np.int64)
-        self._starts: NDArray[np.float64] | None = None
-        self._ends: NDArray[np.float64] | None = None
-        # The same if the partition of the action is slower than all others.
-        self._late: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
         lengths = np.diff(order.offsets)
         places = np.arange(order.n_actions) - np.repeat(order.offsets[:-1], lengths)
         self._places[order.kinds, order.partitions, order.micro_batches] = places
@@ -105,45 +130,42 @@ class Waiting:
         # Whether all forwards come first, so that no forward has to wait for a backward.
         n_forwards = np.bincount(order.partitions[order.kinds == F], minlength=shape[0])
         self._forwards_first = bool((self._places[F].max(axis=1) == n_forwards - 1).all())
-        shortest = np.inf
-        if timeline is not None:
-            table = timeline.table
-            self._at_once = AT_ONCE * timeline.makespan
-            self._starts, self._ends = (np.zeros(self._places.shape) for _ in range(2))
-            for kind in (F, R, B):
-                own = table.of_kind(KINDS[kind])
-                where = table.partitions[own], table.micro_batches[own]
-                self._starts[kind][where] = table.starts[own]
-                self._ends[kind][where] = table.ends[own]
-                shortest = (table.ends[own] - table.starts[own]).min(initial=shortest)
-            if margin:
-                self._late = self._slower(margin)
+        self._clock = None if timeline is None else self._read(timeline, margin)
         # For actions that take no time, a timeline tells less than their order.
-        self._goes_by_order = timeline is None or shortest <= self._at_once
-        # How many actions of others must have ended before those of the row that is asked about.
-        self._ended: dict[int, NDArray[np.int64]] = {}
+        self._goes_by_order = self._clock is None or self._clock.shortest <= self._clock.at_once
 
-    def _slower(self, margin: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def _read(self, timeline: Timeline, margin: float) -> _Clock:
+        table, shortest = timeline.table, np.inf
+        known = _Span(np.zeros(self._places.shape), np.zeros(self._places.shape))
+        for kind in (F, R, B):
+            own = table.of_kind(KINDS[kind])
+            where = table.partitions[own], table.micro_batches[own]
+            known.starts[kind][where] = table.starts[own]
+            known.ends[kind][where] = table.ends[own]
+            shortest = (table.ends[own] - table.starts[own]).min(initial=shortest)
+        late = self._slower(known, margin) if margin else None
+        return _Clock(known, late, AT_ONCE * timeline.makespan, float(shortest))
+
+    def _slower(self, known: _Span, margin: float) -> _Span:
         """Return when actions start and end, if only their own partition is slower.
 
         An action starts no earlier than in the timeline, and not before the longer one before it is
         over. Where all forwards come first, a lag ends with them: at the turn the partitions that
         are ahead have to wait.
         """
-        assert self._starts is not None and self._ends is not None
         order = self._order
-        late = np.zeros(self._places.shape), np.zeros(self._places.shape)
+        late = _Span(np.zeros(self._places.shape), np.zeros(self._places.shape))
         for j in range(order.n_partitions):
             own = slice(*order.offsets[j : j + 2].tolist())
             kinds, micro_batches = order.kinds[own], order.micro_batches[own]
-            starts = self._starts[kinds, j, micro_batches]
-            longer = (1.0 + margin) * (self._ends[kinds, j, micro_batches] - starts)
+            starts = known.starts[kinds, j, micro_batches]
+            longer = (1.0 + margin) * (known.ends[kinds, j, micro_batches] - starts)
             turn = int((kinds == F).sum()) if self._forwards_first else len(kinds)
             for part in (slice(0, turn), slice(turn, len(kinds))):
                 before = np.cumsum(longer[part]) - longer[part]
                 starts[part] = np.maximum.accumulate(starts[part] - before) + before
-            late[0][kinds, j, micro_batches] = starts
-            late[1][kinds, j, micro_batches] = starts + longer
+            late.starts[kinds, j, micro_batches] = starts
+            late.ends[kinds, j, micro_batches] = starts + longer
         return late
 
     def of_row(self, j: int) -> list[int]:
@@ -152,7 +174,10 @@ class Waiting:
         kinds = self._order.kinds[first:last]
         micro_batches = self._order.micro_batches[first:last]
         streams = streams_of(self._cells, j)
-        self._ended.clear()
+        # How many actions of other partitions must have ended before those of this row.
+        ended: dict[int, NDArray[np.int64]] = {}
+        if self._goes_by_order:
+            ended = {taker: self._ended_before(j, taker) for taker in {s.taker for s in streams}}
         most = sum(max(stream.n_bytes, stream.n_bytes_again) for stream in streams)
         waits: NDArray[Any] = np.zeros(last - first, dtype=number_type(most * self._chunks))
         for stream in streams:
@@ -161,7 +186,7 @@ class Waiting:
             i = micro_batches[made]
             # It waits from the next action on, until the taker has it.
             since = made + 1
-            until = np.maximum(since, self._until(j, stream)[i])
+            until = np.maximum(since, self._until(j, stream, ended.get(stream.taker))[i])
             again = self._recomputed[j, i]
             exists = np.ones(len(i), dtype=bool)
             if stream.only_if_recomputed is not None:
@@ -177,30 +202,34 @@ class Waiting:
         found: list[int] = waits.tolist()
         return found
 
-    def _until(self, j: int, stream: Stream) -> NDArray[np.int64]:
-        """Return at which action of row j a stream that its partition makes has ended."""
+    def _until(self, j: int, stream: Stream, ended: NDArray[np.int64] | None) -> NDArray[np.int64]:
+        """Return at which action of row j a stream that its partition makes has ended.
+
+        Args:
+            j: The row.
+            stream: The stream.
+            ended: What `_ended_before` says of its taker; None: its actions take time, by a clock.
+        """
         taker, kind, made = stream.taker, KINDS.index(stream.taken_by), KINDS.index(stream.kind)
         first, last = self._order.offsets[j : j + 2].tolist()
         until: NDArray[np.int64] = np.full(self._chunks, last - first)
         places = self._places[kind, taker]
         kinds, micro_batches = self._order.kinds[first:last], self._order.micro_batches[first:last]
-        if self._goes_by_order:
-            if taker not in self._ended:
-                self._ended[taker] = self._ended_before(j, taker)
-            until = np.searchsorted(self._ended[taker], places, side="right")
+        if ended is not None:
+            until = np.searchsorted(ended, places, side="right")
         if self._forwards_first and made == kind == F:
             # No backward starts before the last forward of later partitions, nor does anything
             # else that comes after a pause: not even at the same time, by the clock.
             is_behind = kinds != F if self._pause else kinds == B
             until = np.minimum(until, np.append(is_behind, True).argmax())
-        if self._starts is None or self._ends is None:
+        if self._clock is None:
             return until
-        starts = self._starts[kinds, j, micro_batches]
-        taken = (self._ends if stream.at_end else self._starts)[kind, taker] + self._at_once
+        starts = self._clock.known.starts[kinds, j, micro_batches]
+        taken = self._clock.known.taken(stream) + self._clock.at_once
         by_clock = np.searchsorted(starts, taken, side="right")
-        if self._late is None:
+        if self._clock.late is None:
             return np.minimum(until, by_clock)
-        taken = self._late[stream.at_end][kind, taker] + self._at_once
+        taken = self._clock.late.taken(stream) + self._clock.at_once
         late = np.searchsorted(starts, taken, side="right")
         if not self._forwards_first:
             beside = {j + 1: B, j - 1: F}.get(taker)
@@ -209,8 +238,8 @@ class Waiting:
             else:
                 # What comes from the taker shows how far it is: else its lag would stop others.
                 behind = self._places[beside, taker, micro_batches] + 1
-                ended = np.maximum.accumulate(np.where(kinds == beside, behind, 0))
-                late = np.minimum(late, np.searchsorted(ended, places, side="right"))
+                seen = np.maximum.accumulate(np.where(kinds == beside, behind, 0))
+                late = np.minimum(late, np.searchsorted(seen, places, side="right"))
         return np.minimum(until, np.maximum(by_clock, late))
 
     def _ended_before(self, j: int, other: int) -> NDArray[np.int64]:

@@ -259,7 +259,8 @@ def _looser(question: Question) -> Iterator[tuple[str, Question]]:
 def _fewer_partitions(question: Question) -> Iterator[tuple[str, Question]]:
     """Find the most partitions, fewer than were asked for, that rules leave a split into."""
     if question.devices is None and not isinstance(question.limits, tuple):
-        for n in range(question.n_partitions - 1, 0, -1):
+        most = (question.rules or Rules()).most_partitions(question.profile.n_layers)
+        for n in range(min(question.n_partitions - 1, most), 0, -1):
             fewer = replace(question, n_partitions=n)
             if isinstance(question.checkpoint, str) and _has_plan(fewer):
                 yield f"partitions={n}", fewer

@@ -25,14 +25,16 @@ from gpipebal.solvers.sets.peak import least_shortage
 
 __all__ = ["MOST_WAYS", "Best", "best_of", "best_of_all", "roomier"]
 
-#: How many of the best splits are tried where too much waits in the best one; and up to how many
-#: layers times partitions that is also done only to be sure that there is no better one.
-_MOST_TRIED, _FEW = 16, 400
-#: How many of them are tried where none is known that fits; and up to how many ways to cut and run
-#: a chain all of these are tried.
-_MOST_UNTIL_ONE_FITS, MOST_WAYS = 100, 500
-#: Up to this many ways are looked at where the least peak is not proven: each is simulated.
-_MOST_FOR_PEAKS = 100
+#: How many of the best splits are tried where too much waits in the best one ...
+_MOST_TRIED = 16
+#: ... and where none is known that fits.
+_MOST_UNTIL_ONE_FITS = 100
+#: Up to so many layers times partitions they are also tried to be sure that none of them is better.
+_FEW_PLACES = 400
+#: Up to so many ways to cut and run a chain all of them are tried under limits ...
+MOST_WAYS = 500
+#: ... and for the least peak, for which each is simulated.
+_MOST_PEAK_WAYS = 100
 
 _BY_PEAK = "Found by the least peak memory, because what waits decides what fits."
 
@@ -66,10 +68,10 @@ def best_of(posed: Posed) -> Best:
             best = best._replace(plan=_as_asked(posed, other, other.value, best.lower_bound))
             if other.value <= best.lower_bound:
                 break
-    return _with_least_peak(posed, best) if best.plan is None else best
+    return _or_least_peak(posed, best) if best.plan is None else best
 
 
-def _with_least_peak(posed: Posed, best: Best) -> Best:
+def _or_least_peak(posed: Posed, best: Best) -> Best:
     """Take the plan with the least peak memory, where limits leave no other that was tried."""
     question = posed.question
     is_known = question.minimised in ("cost", "peak_memory") or not posed.problem.is_limited
@@ -96,8 +98,8 @@ def _least_peak(posed: Posed) -> Plan | None:
     found, clock = solved(posed, posed.problem, None), _Clock(posed.question.time_limit)
     if found is None:
         return None
-    plan = _least_waiting(posed, plan_of_split(posed, found), clock)
-    return plan if fits(plan) else _with_less(posed, found, plan, clock)
+    plan = _lower_peak_with_waiting(posed, plan_of_split(posed, found), clock)
+    return plan if fits(plan) else _best_under_lower_limits(posed, found, plan, clock)
 
 
 def _with_less_open(posed: Posed, best: Best) -> Iterator[Posed]:
@@ -107,7 +109,7 @@ def _with_less_open(posed: Posed, best: Best) -> Iterator[Posed]:
     for long chains.
     """
     question, (plan, bound) = posed.question, best
-    is_few = posed.problem.n_layers * posed.problem.n_partitions <= _FEW
+    is_few = posed.problem.n_layers * posed.problem.n_partitions <= _FEW_PLACES
     is_proven = math.isinf(bound) if plan is None else plan.value <= bound
     waits = question.objective == "peak_memory" or (posed.problem.is_limited and is_few)
     if question.time_limit is not None or is_proven or not (waits or plan is None):
@@ -153,33 +155,32 @@ def _best_as_asked(posed: Posed) -> Best:
     found = solved(posed, posed.problem, question.time_limit)
     if found is None:
         return Best(None, math.inf)
-    if question.cost is None and found.lower_bound < found.value:
+    if found.lower_bound < found.value:
         # A solver that is out of time may have a worse bound than this quick one.
         found = found.with_bound(max(found.lower_bound, quick_bound_of(posed)))
     plan = plan_of_split(posed, found)
     if question.objective == "peak_memory" and question.cost is None:
-        plan = _least_waiting(posed, plan, clock)
-        ways = all_ways(posed, _MOST_FOR_PEAKS) if plan.gap else None
+        plan = _lower_peak_with_waiting(posed, plan, clock)
+        ways = all_ways(posed, _MOST_PEAK_WAYS) if plan.gap else None
         if ways is not None:
-            return _best_way(posed, ways, found.method, clock)
+            known = plan if fits(plan) else None
+            return _best_way(posed, ways, found.method, clock, known)
     if fits(plan):
         return Best(plan, plan.lower_bound)
     ways = all_ways(posed, MOST_WAYS)
     if ways is not None:
         return _best_way(posed, ways, found.method, clock)
     bound = found.lower_bound
-    best = _with_less(posed, found, plan, clock)
-    # For the least peak, `_least_waiting` has done so.
+    best = _best_under_lower_limits(posed, found, plan, clock)
+    # For the least peak, `_lower_peak_with_waiting` has done so.
     if question.minimised != "peak_memory" and (best is None or best.value > bound):
         careful = _solved_again(posed, posed.cautious, clock)
-        tried = [] if careful is None else [plan_of_split(posed, careful)]
-        tried += [] if best is None else [best]
-        best = _least([one for one in tried if fits(one)])
+        best = _best_fitting(None if careful is None else plan_of_split(posed, careful), best)
     n_places = posed.problem.n_layers * posed.problem.n_partitions
     is_late = clock.left == 0
     if best is None and is_late:
         best = _with_most_room(posed)  # quicker than what is left
-    if best is None or (best.value > bound and n_places <= _FEW):
+    if best is None or (best.value > bound and n_places <= _FEW_PLACES):
         best, bound = _among_next(posed, best, bound, clock)
     if best is None and not is_late:
         best = _with_most_room(posed)
@@ -201,7 +202,7 @@ class _Clock:
         return None if self._until is None else max(self._until - time.monotonic(), 0.0)
 
 
-def _with_less(posed: Posed, found: Split, plan: Plan, clock: _Clock) -> Plan | None:
+def _best_under_lower_limits(posed: Posed, found: Split, plan: Plan, clock: _Clock) -> Plan | None:
     """Return the best plan that fits of a split, and of those under lower limits."""
     best: Plan | None = None
 
@@ -212,9 +213,7 @@ def _with_less(posed: Posed, found: Split, plan: Plan, clock: _Clock) -> Plan | 
     for split, one in chain([(found, plan)], under_lower_limits(posed, found, plan, solve)):
         if best is not None and split.value >= best.value:
             break  # no later one is better
-        other = roomier(posed, split, one)
-        if fits(other):
-            best = _least([other, *([] if best is None else [best])])
+        best = _best_fitting(roomier(posed, split, one), best)
     return best
 
 
@@ -226,8 +225,13 @@ def _solved_again(posed: Posed, problem: Problem, clock: _Clock) -> Split | None
         return None  # HiGHS found nothing in time; there is another answer
 
 
-def _best_way(posed: Posed, ways: Sequence[Split], method: str, clock: _Clock) -> Best:
-    """Return the best of all ways that keeps its limits in its own timeline."""
+def _best_way(
+    posed: Posed, ways: Sequence[Split], method: str, clock: _Clock, known: Plan | None = None
+) -> Best:
+    """Return the best of all ways that keeps its limits in its own timeline.
+
+    With no time left it takes the plan that is known to fit.
+    """
 
     def rank(way: Split, value: float) -> tuple[float, ...]:
         counted = posed.counted(way.modes)
@@ -236,12 +240,12 @@ def _best_way(posed: Posed, ways: Sequence[Split], method: str, clock: _Clock) -
         return value, bottleneck, sum(part.load**2 for part in parts)
 
     valued = [(value_of(posed, way.bounds, way.modes, way.order), way) for way in ways]
-    known = [(rank(way, value), way) for value, way in valued if value is not None]
+    ranked = [(rank(way, value), way) for value, way in valued if value is not None]
     is_late = False
-    for (value, *_), way in sorted(known, key=lambda one: one[0]):
+    for (value, *_), way in sorted(ranked, key=lambda one: one[0]):
         if clock.left == 0 and not is_late:
             is_late = True
-            best = _with_most_room(posed)
+            best = _with_most_room(posed) if known is None else known
             if best is not None:
                 return Best(best.with_bound(value), value)
         way = replace(way, value=value, lower_bound=value, status="optimal", method=method)
@@ -267,9 +271,8 @@ def _with_most_room(posed: Posed) -> Plan | None:
             value = value_of(posed, path.bounds, path.modes, order)
             if value is None:
                 continue
-            bound = min(value, quick_bound_of(posed))
             method = "peak bisection"
-            split = Split(path.bounds, value, bound, "feasible", method, path.modes, order)
+            split = Split(path.bounds, value, 0.0, "feasible", method, path.modes, order)
             plan = roomier(posed, split, plan_of_split(posed, split))
             if fits(plan):
                 return replace(plan, notes=(*plan.notes, _BY_PEAK))
@@ -292,7 +295,7 @@ def _among_next(
         n_tried += 1
         plan = roomier(posed, other, plan_of_split(posed, other))
         if fits(plan):
-            best = _least([plan, *([] if best is None else [best])])
+            best = _best_fitting(plan, best)
             if is_given:
                 return best, bound
     if is_given and 0 < n_tried < most:
@@ -301,8 +304,10 @@ def _among_next(
     return best, bound
 
 
-def _least(plans: Sequence[Plan]) -> Plan | None:
-    return min(plans, key=lambda plan: plan.value, default=None)
+def _best_fitting(*plans: Plan | None) -> Plan | None:
+    """Return the plan of least value that fits, the first of equal ones; None: none does."""
+    known = [plan for plan in plans if plan is not None and fits(plan)]
+    return min(known, key=lambda plan: plan.value, default=None)
 
 
 #: The next mode for a partition that lacks memory for one.
@@ -346,7 +351,7 @@ def _slower(plan: Plan) -> tuple[CheckpointMode, ...]:
     return plan.modes
 
 
-def _least_waiting(posed: Posed, plan: Plan, clock: _Clock) -> Plan:
+def _lower_peak_with_waiting(posed: Posed, plan: Plan, clock: _Clock) -> Plan:
     """Return the plan with the lower peak of two, one found where the most that can wait counts."""
     if plan.value <= plan.lower_bound and fits(plan):
         return plan

@@ -9,6 +9,7 @@ from gpipebal.argument_kinds import is_list, plain_number
 from gpipebal.errors import BalanceError
 from gpipebal.planner.quantiles import at_quantile
 from gpipebal.problem import Device
+from gpipebal.problem.chunking import other_names
 from gpipebal.profile import Profile
 from gpipebal.schedule import KNOWN_SCHEDULES
 from gpipebal.units import count
@@ -43,11 +44,9 @@ def devices_asked(
     made: dict[int, Profile] = {}  # mostly one profile is given for many devices
     for j, device in enumerate(devices):
         if isinstance(device, Profile):
-            if device.names != profile.names:
+            if what := other_names(device.names, profile.names):
                 raise BalanceError(
-                    f"profile of a device is of another chain: devices[{j}] has "
-                    f"{count(device.n_layers, 'layer')} (expected the same "
-                    f"{count(profile.n_layers, 'layer')}).\n"
+                    f"profile of a device is of another chain: devices[{j}]: {what}.\n"
                     "Fix: profile the same model on each type of device."
                 )
             if id(device) not in made:

@@ -31,10 +31,12 @@ __all__ = [
     "with_sensitivity",
 ]
 
-#: Most actions that are simulated to tell how decisive cuts are under other schedules; and most
-#: layers and actions that are gone through for the memory of all moves: under limits, and where
-#: peak memory is the objective, as its search takes longer anyway.
-_MOST_ACTIONS, _MOST_UNDER_LIMITS, _MOST_FOR_PEAKS = 10**7, 4_000, 40_000
+#: Most actions that are simulated to tell how decisive cuts are under other schedules.
+_MOST_ACTIONS = 10**7
+#: Most layers and actions that are gone through for the memory of all moves: under limits ...
+_MOST_UNDER_LIMITS = 4_000
+#: ... and where peak memory is the objective, as its search takes longer anyway.
+_MOST_PEAK_WORK = 40_000
 
 
 def fits(plan: Plan) -> bool:
@@ -199,7 +201,7 @@ def with_sensitivity(posed: Posed, plan: Plan) -> Plan:
     objective = question.minimised
     is_peak = objective == "peak_memory"
     work = n_moves * (problem.n_layers + n_actions)
-    if is_peak and work > _MOST_FOR_PEAKS:
+    if is_peak and work > _MOST_PEAK_WORK:
         return plan
     waits = is_peak or (posed.problem.is_limited and work <= _MOST_UNDER_LIMITS)
     moves = sensitivity(

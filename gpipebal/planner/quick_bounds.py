@@ -42,6 +42,8 @@ def lower_bound_of(problem: Problem, objective: str) -> float:
 def quick_bound_of(posed: Posed) -> float:
     """Bound the value of every plan that answers a question; 0 where no bound is quickly known."""
     question = posed.question
+    if question.cost is not None:
+        return 0.0
     if question.is_searched:
         shares = weight_shares(posed.profile)
         return bound_of(posed.problem, question.schedule, weight_share=shares)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from gpipebal.errors import InfeasibleError
 from gpipebal.planner.all_ways import device_orders
@@ -79,8 +80,12 @@ def _any_cost(posed: Posed, problem: Problem) -> Split | None:
     cost, modes = posed.question.cost, problem.costs.modes(None)
     assert cost is not None
 
+    memory = problem.memory
+    if memory is not None:
+        # Peaks are made for all ends at once, and asked for one by one.
+        memory = replace(memory, rows=cache(memory.rows))
+
     def allowed(start: int, end: int, j: int) -> float | None:
-        memory = problem.memory
         if memory is not None and not memory.fits(start, end, j, modes[j], problem.limits[j]):
             return None
         return cost_of_run(cost, start, end, j)

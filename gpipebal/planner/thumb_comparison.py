@@ -19,6 +19,7 @@ from gpipebal.planner.quantiles import at_quantile
 from gpipebal.planner.question import Options
 from gpipebal.planner.rules_of_thumb import block_split, equal_parameters
 from gpipebal.problem import Problem, to_balance, to_bounds
+from gpipebal.problem.chunking import other_layers
 from gpipebal.profile import Profile
 from gpipebal.schedule import counted_modes
 from gpipebal.solvers import split
@@ -173,10 +174,10 @@ def compare_rules(
             f"patience is not a time: patience={patience!r:.60} (expected seconds, 0 or more).\n"
             "Fix: patience=2.0."
         )
-    if plan.n_layers != profile.n_layers:
+    if what := other_layers(profile, plan):
         raise ProfileError(
-            f"plan is of another chain than the profile: plan.n_layers={plan.n_layers} (expected "
-            f"{profile.n_layers}, the profile's).\nFix: give the profile that the plan was made of."
+            f"plan is of another chain than the profile: {what}.\n"
+            "Fix: give the profile that the plan was made of."
         )
     if plan.runs:
         raise BalanceError(

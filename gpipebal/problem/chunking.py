@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from gpipebal.argument_kinds import check_kind
@@ -10,7 +11,14 @@ from gpipebal.plan import Plan
 from gpipebal.profile import Profile
 from gpipebal.units import count
 
-__all__ = ["as_planned", "at_chunks", "check_planned", "chunk_candidates"]
+__all__ = [
+    "as_planned",
+    "at_chunks",
+    "check_planned",
+    "chunk_candidates",
+    "other_layers",
+    "other_names",
+]
 
 
 def as_planned(profile: Profile, plan: Plan) -> Profile:
@@ -53,22 +61,37 @@ def check_planned(profile: Profile, plan: Plan) -> None:
     """
     check_kind("profile", profile, Profile)
     check_kind("plan", plan, Plan)
-    names = plan.names
-    prints = tuple(one for part in plan.partitions for one in part.fingerprints)
-    known = tuple(layer.fingerprint for layer in profile.layers)
-    if names == profile.names and prints == known:
-        return
-    if len(names) != profile.n_layers:
-        what = f"it has {count(len(names), 'layer')} (expected {profile.n_layers})"
-    elif names != profile.names:
-        k = next(k for k, name in enumerate(names) if name != profile.names[k])
-        what = f"its layer {k} is {names[k]!r} (expected {profile.names[k]!r})"
-    else:
-        k = next(k for k, one in enumerate(known) if prints[k : k + 1] != (one,))
-        what = f"its layer {k}, {names[k]!r}, has another fingerprint than the profile's"
-    raise BalanceError(
-        f"plan is of another chain: {what}.\nFix: give the profile that the plan was made from."
-    )
+    what = other_layers(profile, plan)
+    if what:
+        raise BalanceError(
+            f"plan is of another chain: {what}.\nFix: give the profile that the plan was made from."
+        )
+
+
+def other_layers(profile: Profile, plan: Plan) -> str:
+    """Say how the layers of a plan differ from a profile's; empty if they are the same."""
+    prints = [one for part in plan.partitions for one in part.fingerprints]
+    known = [layer.fingerprint for layer in profile.layers]
+    what = other_names(plan.names, profile.names)
+    if what or prints == known:
+        return what
+    k = next(k for k, one in enumerate(known) if prints[k : k + 1] != [one])
+    return f"its layer {k}, {plan.names[k]!r}, has another fingerprint than the profile's"
+
+
+def other_names(names: Sequence[str], expected: Sequence[str]) -> str:
+    """Say how names of layers differ from those expected; empty if they do not.
+
+    Example:
+        >>> other_names(["a", "c"], ["a", "b"])
+        "its layer 1 is 'c' (expected 'b')"
+    """
+    if len(names) != len(expected):
+        return f"it has {count(len(names), 'layer')} (expected {len(expected)})"
+    for k, (name, wanted) in enumerate(zip(names, expected, strict=True)):
+        if name != wanted:
+            return f"its layer {k} is {name!r} (expected {wanted!r})"
+    return ""
 
 
 def at_chunks(profile: Profile, chunks: int | None) -> tuple[Profile, tuple[str, ...]]:

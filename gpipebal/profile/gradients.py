@@ -29,26 +29,27 @@ class GradientMemory(NamedTuple):
     Attributes:
         n_bytes: Its bytes.
         maker: The layer whose backward makes it; the number of layers: that of the loss.
-        last: The first layer of the chain that is given it for its output; `maker`: none is.
+        lowest_value: The first layer that is given it for its output; `maker`: none is.
         sources: Layers that have stashed a value whose gradient lies in it, in ascending order.
     """
 
     n_bytes: int
     maker: int
-    last: int
+    lowest_value: int
     sources: tuple[int, ...] = ()
 
     @property
     def lowest(self) -> int:
         """The first layer of the chain that is given any of it."""
-        return min((self.last, *self.sources))
+        return min((self.lowest_value, *self.sources))
 
     def until(self, first: int) -> int:
         """Return the first layer that is given any of it, in partitions from a layer on.
 
         What a layer before the partition has stashed does not hold it: that gets a copy.
         """
-        return min((self.last, *(source for source in self.sources if source >= first)))
+        own = (source for source in self.sources if source >= first)
+        return min((self.lowest_value, *own))
 
 
 class GradientCopy(NamedTuple):
@@ -116,7 +117,7 @@ class _Holders:
     given: list[int] = field(default_factory=list)
     sources: set[int] = field(default_factory=set)
 
-    def found(self) -> GradientMemory:
+    def as_memory(self) -> GradientMemory:
         """Return what is known in the end."""
         maker = max(self.makers)
         return GradientMemory(
@@ -128,13 +129,14 @@ def find_flow(profile: Profile) -> GradientFlow:
     """Find the memory of all gradients of a chain.
 
     Complexity:
-        O(n) for n storages that layers and skips name.
+        O(n) for n storages that layers and skips name; and for each layer that is given a stashed
+        storage O(s) for the s skips that have it.
 
     Example:
         >>> from gpipebal.profile import Profile
         >>> find_flow(Profile.from_costs([1.0, 1.0], output_bytes=[8, 2])).memory
-        (GradientMemory(n_bytes=2, maker=2, last=1, sources=()), \
-GradientMemory(n_bytes=8, maker=1, last=0, sources=()))
+        (GradientMemory(n_bytes=2, maker=2, lowest_value=1, sources=()), \
+GradientMemory(n_bytes=8, maker=1, lowest_value=0, sources=()))
     """
     holders: dict[Hashable, _Holders] = {}
     given: list[list[Hashable]] = [[] for _ in range(profile.n_layers + 1)]
@@ -160,7 +162,7 @@ GradientMemory(n_bytes=8, maker=1, last=0, sources=()))
             of_skips[-1].append(key)
     place = {key: index for index, key in enumerate(holders)}
     return GradientFlow(
-        tuple(one.found() for one in holders.values()),
+        tuple(one.as_memory() for one in holders.values()),
         tuple(tuple(place[key] for key in dict.fromkeys(keys)) for keys in given),
         tuple(tuple(place[key] for key in keys) for keys in of_skips),
         tuple(_copies(profile)),

@@ -76,7 +76,7 @@ class LayerProfile:
             copies are made of what is handed through; None: not known, take `backward_peak_bytes`
             without `copied_bytes`.
         chained_accumulating_peak_bytes: Like `chained_peak_bytes`, for a backward that adds to
-            gradients which exist already.
+            gradients which exist already; None: not known, take `chained_peak_bytes`.
         copied_bytes: How much of `backward_peak_bytes` and of `accumulating_peak_bytes` is copies
             of gradients that are handed through: only the first layer of a partition makes them.
         cut_copied_bytes: How many bytes of `backward_peak_bytes` and of `accumulating_peak_bytes`,

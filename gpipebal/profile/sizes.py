@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 __all__ = ["at_rows"]
 
+#: Most rows that a micro-batch can have here.
+_MOST_ROWS = 2**31 - 1
+
 #: Times of a layer, and the field that tells how much each varied.
 _TIMES = {
     "forward_time": "forward_spread",
@@ -293,9 +296,9 @@ def _sets_of(layer: LayerProfile | None) -> Iterable[int]:
 def _rows(name: str, rows: object) -> int:
     """Return a number of rows as Python's own, or refuse anything else."""
     number = whole_number(rows)
-    if number is None or not 1 <= number < 2**31:
+    if number is None or not 1 <= number <= _MOST_ROWS:
         raise ProfileError(
-            f"number of rows is not valid: {name}={rows!r:.60} (expected an int of 1 or more).\n"
-            f"Fix: {name}=1, or more."
+            f"number of rows is not valid: {name}={rows!r:.60} (expected a whole number, 1 to "
+            f"{_MOST_ROWS}).\nFix: {name}=1, or more."
         )
     return number

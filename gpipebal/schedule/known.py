@@ -309,17 +309,19 @@ def study_schedule(
             that the schedule is meant for: 2 where devices run several partitions, else 1.
 
     Raises:
-        UnsupportedPlanError: there is none of this name.
+        UnsupportedPlanError: there is none of this name, or `GPipe` runs it.
         BalanceError: counts or a mode that the schedule cannot have.
 
     Example:
         >>> study_schedule("interleaved_1f1b", 4, 8).n_partitions
         8
     """
-    if not isinstance(name, str) or name not in STUDIED:
+    name = check_known_schedule(name)
+    if name not in STUDIED:
         raise UnsupportedPlanError(
-            f"schedule does not exist: schedule={name!r:.60} (expected one of "
-            f"{', '.join(map(repr, STUDIED))}).\nFix: schedule={[*STUDIED][-1]!r}."
+            f"schedule is one that GPipe runs: schedule={name!r} (expected one of "
+            f"{', '.join(map(repr, STUDIED))}).\n"
+            f"Fix: make_schedule({name!r}, n_partitions, chunks)."
         )
     return KNOWN_SCHEDULES[name].schedule(n_devices, chunks, checkpoint, partitions_per_device)
 

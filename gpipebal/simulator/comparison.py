@@ -178,7 +178,7 @@ def compare_durations(
     if held is not None:
         check_mapping("held", held, "held={1: held_of(profile, plan)}")
     schedules = check_list("schedules", schedules, str)
-    n_devices = min(times.n_partitions // each for each, times in durations.items())
+    n_devices = max(1, min(times.n_partitions // each for each, times in durations.items()))
     for each, times in durations.items():
         if times.n_partitions != each * n_devices:
             raise BalanceError(

@@ -85,13 +85,13 @@ def _held(
     """Tell what partition j holds, whose last `n_recomputed` of so many are recomputed."""
     cell = cells[j]
     recorded, recomputed = (_of_micro_batch(cell, chunks, again=again) for again in (False, True))
-    around, target = None, cell.of_loss(chunks)
+    around, always = None, cell.of_loss(chunks)
     if cell.gives_outputs:
         n_recorded = chunks - n_recomputed
         outputs = n_recomputed * recomputed.output + n_recorded * recorded.output
         around = around_loss(cell, chunks, outputs, gradients_exist=gradients_exist)
-        target = around.target
-    fixed = fixed_memory(cell.own_layers).total + cell.of_caller(chunks) + target
+        always = around.always
+    fixed = fixed_memory(cell.own_layers).total + cell.of_caller(chunks) + always
     return HeldBytes(
         fixed=fixed + (cell.ties.summed_apart if gradients_exist else 0),
         gradients=cell.all_gradients,

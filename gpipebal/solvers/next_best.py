@@ -58,11 +58,12 @@ def iter_best_splits(problem: Problem, objective: Objective = "makespan") -> Ite
                 f"put into any order (expected at most {MOST_STATES} ways to use some of them).\n"
                 "Fix: any_order=False, with the devices in the order of the chain."
             )
+        other_mode = "" if objective == "peak_memory" else ", or checkpoint='except_last'"
         raise BalanceError(
             f"the next best splits cannot be found: objective={objective!r} with "
             f"checkpoint={problem.checkpoint!r} (expected an objective and a mode that one of "
             f"{', '.join(map(repr, GENERAL))} solves).\n"
-            "Fix: objective='bottleneck', or checkpoint='except_last'."
+            f"Fix: objective='bottleneck'{other_mode}."
         )
     found = _splits(problem, used, Levels(problem))
     if problem.checkpoint != "auto" or objective != "makespan":

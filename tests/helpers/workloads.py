@@ -39,6 +39,16 @@ def without_values() -> tuple[nn.Sequential, Tensor]:
     return model.to("meta"), sample.to("meta")
 
 
+class _Outgrown(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise MemoryError
+
+
+def too_large() -> tuple[nn.Sequential, Tensor]:
+    """Return a chain for which there is not enough memory."""
+    return nn.Sequential(_Outgrown()), torch.ones(4, 2)
+
+
 def printing() -> tuple[nn.Sequential, Tensor]:
     """Print on standard output, as Python does and as a library in C does, and return a chain."""
     print("from Python")

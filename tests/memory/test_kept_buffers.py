@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from memory.test_memory_counts import count, least_and_most, squares
+from counted_memory import count, least_and_most, squares
 from torch import Tensor, nn
 
 import gpipebal as gb
@@ -54,11 +54,12 @@ def test_the_profiler_finds_what_the_executor_keeps() -> None:
     of_norm, of_counter = 2 * 2000 * 4 + 8, 2 * 4 * MANY
     kept = [layer.kept_buffer_bytes for layer in found.layers]
     assert kept == [0, of_norm, 0, 0, of_counter, 0]
+    x = torch.randn(4, 4)
     for layer, n_bytes in zip(layers, kept, strict=True):
         buffers = Buffers(list(layer.modules()), frozenset())
         before = buffers.copies()
         copies = buffers.keep()
-        layer(torch.randn(4, *{1: (2000,), 2: (2000,)}.get(list(layers).index(layer), (4,))))
+        x = layer(x)
         copies = copies.with_copies(buffers.look(before))
         assert sum(t.nbytes for t in copies.copies.values() if t is not None) == n_bytes
     given = {"chunks": CHUNKS, "rows": (), "progress": False}
@@ -66,6 +67,32 @@ def test_the_profiler_finds_what_the_executor_keeps() -> None:
     assert [layer.kept_buffer_bytes for layer in alone.layers] == kept
     estimated = estimate_profile(layers, inputs, rates="CPU core", **given)
     assert [layer.kept_buffer_bytes for layer in estimated.layers] == kept
+
+
+class Halves(nn.Module):
+    """A layer with two buffers in one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.zeros(2, 1000)
+        self.register_buffer("mean", both[0])
+        self.register_buffer("var", both[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.add_(1.0)  # type: ignore[operator]
+        return x * 2
+
+
+def test_buffers_are_copied_one_by_one() -> None:
+    """Views of one storage have a copy each."""
+    layers, inputs = nn.Sequential(nn.Linear(4, 4), Halves()), torch.randn(8, 4)
+    buffers = Buffers(list(layers[1].modules()), frozenset())
+    kept = sum(t.nbytes for t in buffers.keep().copies.values() if t is not None)
+    found = gb.profile_model(
+        layers, inputs, chunks=2, rows=(), timeout=0, as_pipeline=False, progress=False
+    )
+    assert found.layers[1].kept_buffer_bytes == kept == 2 * 4000
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from counted_memory import squares
 from torch import Tensor, nn
 
 import gpipebal as gb
@@ -22,11 +23,6 @@ from gpipebal.skip import pop, skippable, stash
 pytestmark = pytest.mark.timeout(120)
 
 Maker = Callable[..., torch.optim.Optimizer]
-
-
-def squares(output: Tensor) -> Tensor:
-    """Take the mean of squares."""
-    return output.square().mean()
 
 
 def compared(

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import functools
-import runpy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from benchmark_tools.text import fill_in
+from counted_memory import WAYS, count, least_and_most, squares
 from skip_layers import Join, Keep
 from torch import Tensor, nn
 
 import gpipebal as gb
-from gpipebal.files import read_record
 from gpipebal.memory import partition_memory
-from gpipebal.pipeline import GPipe, measure_memory
-from gpipebal.plan import PeakMemory
+from gpipebal.pipeline import GPipe
 from gpipebal.problem import to_bounds
-from gpipebal.timeline import Event, Timeline
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -51,18 +46,6 @@ def narrow_cuts() -> nn.Sequential:
 def wide_output() -> nn.Sequential:
     """A chain whose output decides its last partition's memory."""
     return nn.Sequential(*narrow_cuts()[:7], nn.Linear(320, 16), nn.Tanh(), nn.Linear(16, 1024))
-
-
-def squares(output: Tensor) -> Tensor:
-    """Take the mean of squares."""
-    return output.square().mean()
-
-
-WAYS: list[tuple[str, Any]] = [
-    *[("loss(pipe(x))", mode) for mode in ("always", "except_last", "never", "mixed")],
-    *[("gpipe", mode) for mode in ("always", "never")],
-    *[("1f1b", mode) for mode in ("always", "except_last", "never", "mixed")],
-]
 
 
 @pytest.mark.parametrize("exist", [False, True])
@@ -337,107 +320,3 @@ def test_skips_count_where_the_formula_says(balance: list[int]) -> None:
             if not (least[j].total - freed_early) / 1.03 <= n_bytes <= most[j].total * 1.03:
                 wrong.append((way, mode, j, least[j].total, n_bytes, most[j].total))
     assert not wrong
-
-
-def least_and_most(
-    profile: gb.Profile, balance: list[int], checkpoint: Any, way: str
-) -> tuple[list[PeakMemory], list[PeakMemory]]:
-    """Return predicted peaks of partitions of one memory, without and with all that can wait."""
-    least, most = (
-        partition_memory(
-            profile,
-            to_bounds(balance),
-            chunks=profile.chunks,
-            checkpoint=checkpoint,
-            schedule="1f1b" if way == "1f1b" else "gpipe",
-            loss_inside=way != "loss(pipe(x))",
-            shared_memory=True,
-            latest=latest,
-        )
-        for latest in (False, True)
-    )
-    return least, most
-
-
-def count(
-    pipe: GPipe,
-    inputs: Tensor,
-    way: str,
-    optimizer: torch.optim.Optimizer,
-    loss_fn: Callable[[Any], Tensor] = squares,
-    *,
-    exist: bool = False,
-) -> tuple[int, ...]:
-    """Count each partition's peak in a step, after one in which facts are found out.
-
-    Args:
-        pipe: The pipeline.
-        inputs: A mini-batch.
-        way: How it is run.
-        optimizer: Steps behind it.
-        loss_fn: The loss.
-        exist: Whether the gradients are kept from step to step.
-    """
-
-    def step() -> None:
-        if not exist:
-            optimizer.zero_grad()
-        if way == "loss(pipe(x))":
-            output = pipe(inputs)  # which a training loop gives a name
-            loss_fn(output).backward()
-        else:
-            pipe.step(inputs, loss_fn=loss_fn, schedule=way)
-        optimizer.step()
-
-    step()
-    if not exist:
-        optimizer.zero_grad()
-    with measure_memory(pipe, optimizer) as meter:
-        step()
-    pipe.close()
-    return meter.peak_bytes
-
-
-def test_what_neighbours_take_while_an_action_runs_may_be_gone_at_its_start() -> None:
-    """Events beside an own action come before it; those in a gap, and own ones, stay."""
-    folder = Path(gb.__file__).parent.parent / "benchmarks" / "peak_memory"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
-        taken_earlier = runpy.run_path(str(folder / "make.py"))["_taken_earlier"]
-    # Partition 0 works from 0 to 2 and from 6 to 8, partition 1 meanwhile and in between.
-    events = [
-        Event(0, "F", 0, 0.0, 2.0),
-        Event(0, "F", 1, 6.0, 8.0),
-        Event(1, "F", 0, 3.0, 4.0),
-        Event(1, "F", 1, 7.0, 9.0),
-    ]
-    table = taken_earlier(Timeline(events, 2, "measured"), 0).table
-    found = {
-        (int(j), int(i)): (start, end)
-        for j, i, start, end in zip(
-            table.partitions, table.micro_batches, table.starts, table.ends, strict=True
-        )
-    }
-    assert found == {(0, 0): (0, 2), (0, 1): (6, 8), (1, 0): (3, 4), (1, 1): (5, 9)}
-
-
-def test_a_count_is_between_what_its_clock_allows() -> None:
-    """With the goal's leeway at both ends, and not beyond it."""
-    folder = Path(gb.__file__).parent.parent / "benchmarks" / "peak_memory"
-    tables = runpy.run_path(str(folder / "peak_memory_tables.py"))
-    counted = [960, 975, 1500, 2040, 2100]
-    row = {
-        "taken": [1000] * 5,
-        "predicted": [{"total": 2000}] * 5,
-        "counted": counted,
-    }
-    assert tables["within_clock"](row) == [False, True, True, True, False]
-
-
-def test_the_benchmarks_tables_are_its_results() -> None:
-    """The README of the stored counts says what `results.json` holds, and nothing else."""
-    folder = Path(gb.__file__).parent.parent / "benchmarks" / "peak_memory"
-    tables = runpy.run_path(str(folder / "peak_memory_tables.py"))
-    record = read_record(folder / "results.json", tables["FORMAT"], tables["VERSION"])
-    text = (folder / "README.md").read_text(encoding="utf-8")
-    assert fill_in(text, tables["blocks"](record)) == text

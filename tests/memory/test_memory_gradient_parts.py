@@ -369,7 +369,7 @@ def test_what_the_gradient_of_a_skip_holds() -> None:
     flow = profile.gradient_flow
     (place,) = flow.skips[0]
     memory = flow.memory[place]
-    assert memory == GradientMemory(whole, maker=7, last=5, sources=(1, 3))
+    assert memory == GradientMemory(whole, maker=7, lowest_value=5, sources=(1, 3))
     assert [memory.until(first) for first in range(6)] == [1, 1, 3, 3, 5, 5]
     unknown = replace(profile, skips=(SkipProfile("kept", 1, 6, kept.storages),))
     (place,) = unknown.gradient_flow.skips[0]

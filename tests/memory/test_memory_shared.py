@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from memory.test_memory_counts import CHUNKS, WAYS, count, least_and_most, squares
+from counted_memory import WAYS, count, least_and_most, squares
 from torch import Tensor, nn
 
 import gpipebal as gb
@@ -27,6 +27,7 @@ from gpipebal.profiler.estimate import estimate_profile
 
 pytestmark = pytest.mark.timeout(300)
 
+CHUNKS = 4
 ROWS = 64 * CHUNKS
 
 
@@ -148,11 +149,7 @@ CASES: dict[str, tuple[Callable[[], tuple[nn.Sequential, Tensor]], list[list[int
 
 @pytest.mark.parametrize("case", CASES)
 def test_counts_are_what_was_predicted(case: str) -> None:
-    """No partition needs 3 % more than predicted, or less than without what waits for others.
-
-    The gradient of a value that is handed through a whole partition is copied when its backward
-    begins; predicted it is where the backward ends. Partitions are small: that may be 2 %.
-    """
+    """No partition needs 3 % more than predicted, or less than without what waits for others."""
     torch.manual_seed(0)
     make, balances = CASES[case]
     layers, inputs = make()
@@ -177,7 +174,7 @@ def test_counts_are_what_was_predicted(case: str) -> None:
             pipe = GPipe(layers, balance, chunks=CHUNKS, checkpoint=checkpoint)
             counted = count(pipe, inputs, way, torch.optim.Adam(parameters, lr=0.0))
             for j, n_bytes in enumerate(counted):
-                if not least[j].total / 1.04 <= n_bytes <= most[j].total * 1.03:
+                if not least[j].total / 1.03 <= n_bytes <= most[j].total * 1.03:
                     wrong.append((balance, way, mode, j, least[j].total, n_bytes, most[j].total))
     assert not wrong
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from counted_memory import squares
 from torch import nn
 
 import gpipebal as gb
@@ -45,11 +46,6 @@ def normalised() -> Chain:
         layers += [nn.Conv2d(channels, 8, 3, padding=1), nn.InstanceNorm2d(8)]
         layers += [nn.LeakyReLU(0.2, inplace=True)]
     return [*layers, nn.AvgPool2d(4), nn.Flatten(), nn.Linear(32, 8)], torch.randn(64, 3, 8, 8)
-
-
-def squares(output: torch.Tensor) -> torch.Tensor:
-    """Take the mean of squares."""
-    return output.square().mean()
 
 
 @pytest.mark.parametrize(

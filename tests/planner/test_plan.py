@@ -157,13 +157,18 @@ def test_peak_memory_total_adds_every_part() -> None:
     assert PeakMemory(1, 2, 4, None, 16, 32, 64).total == 119
 
 
+def _partition(layers: list[tuple[str, str]], has_prints: bool, **more: Any) -> PartitionPlan:
+    names, prints = zip(*layers, strict=True)
+    return PartitionPlan(layers=names, fingerprints=prints if has_prints else (), **more)
+
+
 @settings(max_examples=30)
 @given(
     partitions=st.lists(
         st.builds(
-            PartitionPlan,
-            layers=st.lists(st.text(max_size=4), min_size=1, max_size=3),
-            fingerprints=st.lists(st.text(max_size=4), max_size=3),
+            _partition,
+            st.lists(st.tuples(st.text(max_size=4), st.text(max_size=4)), min_size=1, max_size=3),
+            st.booleans(),
             forward_time=TIMES,
             backward_time=TIMES,
             recompute_time=TIMES,

@@ -118,7 +118,7 @@ def test_the_table_is_printed_and_a_frame() -> None:
     table = small_table()
     lines = str(table).splitlines()
     assert lines[0] == "objective makespan, 4 micro-batches, schedule 'gpipe'"
-    assert lines[2].split()[:3] == ["plan", "84.0", "s"] or lines[2].startswith("plan")
+    assert lines[2].split()[:3] == ["plan", "84.0", "s"]
     assert lines[-1] == "equal parameters: no layer has parameters: sum(parameter_bytes)=0."
     frame = table.to_frame()
     assert list(frame["rule"]) == [row.rule for row in table.rows]
@@ -156,7 +156,7 @@ def test_devices_and_links_count_if_they_are_given_again() -> None:
 def test_a_plan_of_another_chain_is_refused() -> None:
     """A profile with other layers cannot say what the plan's would cost."""
     plan = solve(gb.Profile.from_costs([1.0] * 3), 2)
-    with pytest.raises(ProfileError, match=r"plan.n_layers=3 \(expected 4"):
+    with pytest.raises(ProfileError, match=r"it has 3 layers \(expected 4\)"):
         compare_rules(gb.Profile.from_costs([1.0] * 4), plan)
 
 

@@ -45,15 +45,12 @@ def within(found: list[Found], limits: Any) -> list[Found]:
     ]
 
 
-def check_truth(plan: gb.Plan, profile: gb.Profile, link: Link | None = None) -> None:
+def check_truth(plan: gb.Plan, profile: gb.Profile) -> None:
     """Assert that a plan's own times, placed on its schedule, give its makespan."""
     times = [
         [getattr(part, name) for part in plan.partitions]
         for name in ("forward_time", "backward_time", "recompute_time")
     ]
-    if link is not None:
-        bounds = to_bounds(plan.balance)
-        assert all((a > 0) == (b > 0) for a, b in zip(bounds, range(len(bounds)), strict=True))
     order = make_schedule("gpipe", plan.n_partitions, plan.chunks, plan.checkpoint)
     from gpipebal.simulator import Durations
 
@@ -181,7 +178,7 @@ def test_devices_and_links_equal_brute_force(profile: gb.Profile, data: st.DataO
     assert plan.value == plan.lower_bound == pytest.approx(best, rel=1e-12)
     assert sorted(plan.devices) == list(range(n))
     assert any_order or plan.devices == tuple(range(n))
-    check_truth(plan, profile, link)
+    check_truth(plan, profile)
 
 
 def test_a_plan_says_which_device_runs_what() -> None:

@@ -51,6 +51,18 @@ def tight(seed: int) -> gb.Profile:
     )
 
 
+def test_the_least_peak_known_is_kept() -> None:
+    """Out of time, the plan in hand is not given up for the first split there is."""
+    profile = gb.Profile.from_costs(
+        [1, 1, 9], saved_bytes=[0, 150, 100], output_bytes=[10, 50, 0], chunks=4
+    )
+    asked: dict[str, Any] = {"checkpoint": "never", "objective": "peak_memory"}
+    least = gb.solve(profile, 2, **asked)
+    late = gb.solve(profile, 2, time_limit=0, **asked)
+    assert late.balance == least.balance == (2, 1)
+    assert late.lower_bound <= least.value == late.value
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_limits_that_what_waits_decides(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Out of time no next best split is looked at, but for those with most room."""

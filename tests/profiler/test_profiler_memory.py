@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import gpipebal as gb
+from gpipebal.errors import ProfileError
 from gpipebal.pipeline.observers.ledger import Ledger
+from gpipebal.profiler.memory.backward_peaks import BackwardRun, ChainedPeak, find_peaks
 from gpipebal.skip import pop, skippable, stash
 
 pytestmark = pytest.mark.timeout(60)
@@ -511,3 +513,22 @@ def test_what_is_saved_is_in_the_order_of_saving(width: int) -> None:
     given |= {"timeout": 0, "as_pipeline": False}
     measured = gb.profile_model(model, torch.randn(32, width), **given)
     assert [layer.saved for layer in measured.layers] == [la.saved for la in estimated.layers]
+
+
+def test_what_a_refused_backward_has_made_is_dropped() -> None:
+    """A kernel may refuse gradients with gaps after others have made gradients of parameters."""
+    weight, clean = nn.Parameter(torch.ones(2)), list[tuple[str, bool]]()
+    held = BackwardRun(ChainedPeak(((frozenset(), 0),), {}), {}, False, frozenset())
+
+    def run(without: object, given: str, inside: bool, stashed: object) -> BackwardRun:
+        clean.append((given, weight.grad is None))
+        weight.grad = torch.ones(2)
+        if given == "parts":
+            raise ProfileError("a gradient has gaps")
+        return held
+
+    find_peaks(run, held, (), [weight], finds_inside=False)
+    # First where gradients exist, and then where none do.
+    added, new = clean[:5], clean[5:]
+    assert [given for given, _ in added] == ["held", "views", "own", "parts", "views"]
+    assert new == [("views", True), ("own", True), ("parts", True), ("views", True)]

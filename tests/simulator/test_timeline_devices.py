@@ -167,3 +167,12 @@ def test_kinds_of_schedules_and_timelines_agree() -> None:
     row = place(zero_bubble_schedule(1, 1), Durations((1.0,), (1.0,), (1.0,))).events
     assert [event.kind for event in row] == ["F", "I", "W"]
     assert ALL_KINDS.startswith(KINDS)
+
+
+def test_a_table_of_more_partitions_is_refused() -> None:
+    """Events that the simulator made are for as many partitions as it placed."""
+    times = Durations((1.0, 1.0), (1.0, 1.0), (2.0, 2.0))
+    placed = place(gpipe_schedule(2, 2, "never"), times)
+    assert Timeline(placed.events, 3).n_partitions == 3
+    with pytest.raises(ProfileError, match=r"events of other partitions: 0 to 1 \(expected 0 to 0"):
+        Timeline(placed.events, 1)

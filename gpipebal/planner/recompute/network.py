@@ -227,12 +227,12 @@ def _ceilings(
     # A loss inside passes nothing on, and its output is not counted while it waits.
     less = 0 if cell.loss is None else cell.bytes_of((cell.outputs & held) - cell.handed)
     output = 0
-    target = cell.of_loss(chunks)
+    always = cell.of_loss(chunks)
     around = None
     if cell.gives_outputs:
         output = cell.bytes_of(cell.outputs - held)
         around = around_loss(cell, chunks, chunks * output, gradients_exist=gradients_exist)
-        target = around.target
+        always = around.always
     kept = cell.bytes_of(cell.kept_of(chunks) - held)
     found: dict[tuple[int | None, int], int] = {}
 
@@ -248,17 +248,17 @@ def _ceilings(
         walk = _WALKS.index((action.kind, exist))
         others = in_flight - (action.kind == "B")
         # Walks through backwards include what the caller keeps.
-        add(walk, others, target + outputs - (kept if action.kind == "B" else 0))
+        add(walk, others, always + outputs - (kept if action.kind == "B" else 0))
         in_flight += 1 if action.kind == "F" else -1
         exist = exist or action.kind == "B"
         if action.kind == "F":
             n_forwards += 1
             outputs += output
             if around is not None and n_forwards == chunks:
-                add(None, in_flight, target + around.most + (cell.all_gradients if exist else 0))
+                add(None, in_flight, always + around.most + (cell.all_gradients if exist else 0))
                 outputs = around.stays
     after = 0 if around is None else around.after
-    add(None, 0, cell.gradients_of_step + optimizer_peak(cell) + target + after)
+    add(None, 0, cell.gradients_of_step + optimizer_peak(cell) + always + after)
     return [Ceiling(walk, times, beside) for (walk, times), beside in found.items()]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -21,7 +20,7 @@ from gpipebal.planner.recompute.choice import LayerRecompute
 from gpipebal.planner.recompute.larger_limits import larger_limits
 from gpipebal.planner.recompute.network import partition_network
 from gpipebal.planner.recompute.posing import check_costs, posed_again
-from gpipebal.planner.recompute.ways import Choice, choices_of, in_order
+from gpipebal.planner.recompute.ways import Choice, SearchTime, choices_of, in_order
 from gpipebal.problem import Device, Link, to_bounds
 from gpipebal.problem.checks import largest_denominator, scaled
 from gpipebal.profile import Profile
@@ -77,7 +76,8 @@ def recompute_layers(
         devices: The devices that the plan was made for, in the order in which `solve` was given
             them.
         link: As for `solve`.
-        time_limit: Seconds to search for each partition; None: as long as it takes.
+        time_limit: Seconds to search for each partition, and again for what would fit where this
+            fits none; None: as long as it takes.
 
     Returns:
         A `LayerRecompute`: the runs, and a `Plan` that has them, with the predicted times and
@@ -107,7 +107,7 @@ def recompute_layers(
     """
     posed = posed_again(profile, plan, memory_limit, reserve, devices, link, time_limit)
     time_limit = posed.question.time_limit
-    search = _RunChoice(posed, plan, time_limit, posed.problem.limits)
+    search = _RunChoice(posed, plan, SearchTime(time_limit), posed.problem.limits)
     check_costs(plan, search.before)
     found = search.answer()
     if isinstance(found, int):
@@ -121,7 +121,7 @@ class _RunChoice:
     Args:
         posed: The plan as a question.
         plan: The plan.
-        time_limit: Seconds for each partition.
+        time: Seconds for each partition.
         limits: Bytes that each partition may need.
     """
 
@@ -129,10 +129,10 @@ class _RunChoice:
         self,
         posed: Posed,
         plan: Plan,
-        time_limit: float | None,
+        time: SearchTime,
         limits: Sequence[int | None],
     ) -> None:
-        self._posed, self._plan, self._time_limit = posed, plan, time_limit
+        self._posed, self._plan, self._time = posed, plan, time
         self._limits = limits
         self._bounds = to_bounds(plan.balance)
         self._networks: dict[int, Network] = {}
@@ -140,7 +140,7 @@ class _RunChoice:
         self._rooms: dict[int, int] = {}
         self._ways: dict[int, Way] = {}
         self._lower_bounds: dict[int, int] = {}
-        self._seconds_used: dict[int, float] = {}
+        self._lowest_ways: dict[int, Way] = {}
         # Whether it is certain that a partition does not fit, whatever is recomputed.
         self.all_tried = True
 
@@ -170,7 +170,7 @@ class _RunChoice:
     def _with_other_runs(self, before: Plan, j: int) -> LayerRecompute | int:
         """Try runs of all partitions together; return the choice, or a partition over its limit."""
         network, limit = self._network(j), self._limits[j]
-        if network is None or limit is None or lowest(network).peak > limit:
+        if network is None or limit is None or self._lowest(j, network).peak > limit:
             return j
         lists = []
         for k, mode in enumerate(self._plan.modes):
@@ -178,7 +178,8 @@ class _RunChoice:
             if network is None:
                 lists.append([Choice(0.0, None)])
                 continue
-            ways, are_all = choices_of(network, self._limits[k], _MOST_WAYS, self._time_limit)
+            with self._time.search(k) as left:
+                ways, are_all = choices_of(network, self._limits[k], _MOST_WAYS, left)
             lists.append([Choice(self._seconds(k, way.cost), way) for way in ways])
             self.all_tried &= are_all and mode == "never"
         for n_tried, choice in enumerate(in_order(lists)):
@@ -196,7 +197,7 @@ class _RunChoice:
         for j in self._over(self.before):
             network = self._network(j)
             if network is not None:
-                self._ways[j] = lowest(network)
+                self._ways[j] = self._lowest(j, network)
         found, before = self._evaluated().partitions, self.before.partitions
         for j in list(self._ways):
             if found[j].memory.total > before[j].memory.total:
@@ -220,7 +221,7 @@ class _RunChoice:
                 self._rooms[j], self._lower_bounds[j] = limit, way.lower_bound
             return way
         # It fits without what waits, and what an earlier partition saves; these need room too.
-        least = lowest(network).peak
+        least = self._lowest(j, network).peak
         if before.peak == least:
             return None
         room = min(self._rooms[j] - shortage, before.peak - 1)
@@ -228,11 +229,13 @@ class _RunChoice:
         return self._cheapest(j, network, self._rooms[j])
 
     def _cheapest(self, j: int, network: Network, limit: int) -> Way | None:
-        started, used = time.monotonic(), self._seconds_used.get(j, 0.0)
-        left = None if self._time_limit is None else max(0.0, self._time_limit - used)
-        way = cheapest(network, limit, left)
-        self._seconds_used[j] = used + time.monotonic() - started
-        return way
+        with self._time.search(j) as left:
+            return cheapest(network, limit, left)
+
+    def _lowest(self, j: int, network: Network) -> Way:
+        if j not in self._lowest_ways:
+            self._lowest_ways[j] = lowest(network)
+        return self._lowest_ways[j]
 
     def _network(self, j: int) -> Network | None:
         """Return all ways to recompute layers of a partition; None: it keeps nothing at all."""
@@ -338,7 +341,7 @@ def _infeasible(
     posed: Posed, plan: Plan, j: int, time_limit: float | None, *, all_tried: bool
 ) -> InfeasibleError:
     """Say which partition lacks most (else j), whatever is recomputed, and which limit would do."""
-    search = _RunChoice(posed, plan, time_limit, posed.problem.limits)
+    search = _RunChoice(posed, plan, SearchTime(time_limit), posed.problem.limits)
     needs = search.needed()
     pairs = list(zip(needs, posed.problem.limits, strict=True))
     lacks = [0 if one is None else max(0, n - one) for n, one in pairs]
@@ -373,7 +376,7 @@ def _enough(
     One that then fits as it is may make others wait for it, and these need more than before.
     """
     limits = posed.problem.limits
-    lacks = [0] * plan.n_partitions
+    lacks, time = [0] * plan.n_partitions, SearchTime(time_limit)
     for _ in range(_MOST_ROUNDS):
         pairs = zip(needs, limits, lacks, strict=True)
         before, lacks = lacks, [0 if one is None else max(n - one, x) for n, one, x in pairs]
@@ -386,7 +389,7 @@ def _enough(
         if lacks == before:
             return None  # it would not fit this time either
         more = [None if one is None else one + n for one, n in zip(limits, lacks, strict=True)]
-        if not isinstance(_RunChoice(posed, plan, time_limit, more).answer(), int):
+        if not isinstance(_RunChoice(posed, plan, time, more).answer(), int):
             return lacks
-        needs = _RunChoice(posed, plan, time_limit, more).needed()
+        needs = _RunChoice(posed, plan, time, more).needed()
     return None

@@ -8,13 +8,36 @@ where the runs that need least do not fit, others are tried together, in the ord
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from gpipebal.solvers.knapsack.knapsack import Way, cheapest, lowest
 from gpipebal.solvers.knapsack.network import Arc, Network
 
-__all__ = ["Choice", "choices_of", "in_order"]
+__all__ = ["Choice", "SearchTime", "choices_of", "in_order"]
+
+
+class SearchTime:
+    """Seconds that the searches for each partition may take together.
+
+    Args:
+        most: So many; None: as long as it takes.
+    """
+
+    def __init__(self, most: float | None) -> None:
+        self._most = most
+        self._used: dict[int, float] = {}
+
+    @contextmanager
+    def search(self, j: int) -> Iterator[float | None]:
+        """Give the seconds that are left for partition j, and take off those that a block takes."""
+        started, used = time.monotonic(), self._used.get(j, 0.0)
+        try:
+            yield None if self._most is None else max(0.0, self._most - used)
+        finally:
+            self._used[j] = used + time.monotonic() - started
 
 
 class Choice(NamedTuple):
@@ -38,7 +61,7 @@ def choices_of(
         network: All ways of a partition.
         limit: Bytes, without what waits; None: no limit.
         most: How many ways are listed at most.
-        time_limit: Seconds to search for each of them; None: as long as it takes.
+        time_limit: Seconds to search for all of them; None: as long as it takes.
 
     Returns:
         The ways, and whether these are all. All are listed if there are few; otherwise the
@@ -59,9 +82,11 @@ def choices_of(
         ways = [Way(arcs, sum(a.cost for a in arcs), 0, network.peak(arcs)) for arcs in all_arcs]
         return [way for way in ways if limit is None or way.peak <= limit], True
     found: list[Way] = []
+    until = None if time_limit is None else time.monotonic() + time_limit
     room = network.peak(network.lightest(1, 0)) if limit is None else limit
     while room > least.peak and len(found) < most - 1:
-        way = cheapest(network, room, time_limit)
+        left = None if until is None else max(0.0, until - time.monotonic())
+        way = cheapest(network, room, left)
         if way is None or way.peak <= least.peak:
             break
         found.append(way)

@@ -27,13 +27,13 @@ class Stretch(NamedTuple):
         storage: Index of the storage.
         first: The first of the places: layers or ends.
         stop: The place after them.
-        last: The last first layer of such runs.
+        last_first: The last first layer of such runs.
     """
 
     storage: int
     first: int
     stop: int
-    last: int
+    last_first: int
 
 
 @dataclass(frozen=True)
@@ -99,20 +99,25 @@ class LayerChain:
         kept: NDArray[np.bool_] = firsts > places[0]
         return kept
 
-    def handed_through(self) -> Iterator[tuple[int, int]]:
+    def runs_that_hand_through(self) -> Iterator[tuple[int, int]]:
         """Yield first layer and end of runs of several layers that all hand something through.
 
         A loss at the end passes nothing on.
         """
+        for end in range(2, self.profile.n_layers + (self.loss is None)):
+            for first in self.firsts_that_hand_through(end):
+                yield first, end
+
+    def firsts_that_hand_through(self, end: int) -> Iterator[int]:
+        """Yield the first layers of such runs to an end, the last of them first."""
         layers = self.profile.layers
-        for end in range(2, len(layers) + (self.loss is None)):
-            through = set(layers[end - 1].outputs)
-            for k in range(end - 2, -1, -1):
-                through &= set(layers[k + 1].handed_through)
-                if not through:
-                    break
-                if not through.isdisjoint(layers[k].handed_through):
-                    yield k, end
+        through = set(layers[end - 1].outputs)
+        for k in range(end - 2, -1, -1):
+            through &= set(layers[k + 1].handed_through)
+            if not through:
+                return
+            if not through.isdisjoint(layers[k].handed_through):
+                yield k
 
     @cached_property
     def skip_bytes(self) -> Sequence[int]:
@@ -222,7 +227,8 @@ def _stretches(at: Sequence[Mapping[int, int]]) -> Iterator[Stretch]:
 
     Example:
         >>> list(_stretches([{}, {7: 0}, {7: 0}, {7: 2}]))
-        [Stretch(storage=7, first=1, stop=3, last=0), Stretch(storage=7, first=3, stop=4, last=2)]
+        [Stretch(storage=7, first=1, stop=3, last_first=0), \
+Stretch(storage=7, first=3, stop=4, last_first=2)]
     """
     begun: dict[int, int] = {}
     before: Mapping[int, int] = {}

@@ -126,14 +126,9 @@ class RunEnds:
 
     def _copies_at_start(self, end: int, exist: bool) -> Iterator[Less]:
         """Yield copies of what the whole run hands through, made when the backward begins."""
-        layers = self._profile.layers
-        through, at_begin = set(layers[end - 1].outputs), dict[int, int]()
-        for k in range(end - 2, -1, -1):
-            through &= set(layers[k + 1].handed_through)
-            if not through:
-                break
-            if not through.isdisjoint(layers[k].handed_through) and copied(layers[k], exist):
-                at_begin[k] = copied(layers[k], exist)
+        firsts = self._chain.firsts_that_hand_through(end)
+        of_first = {k: copied(self._profile.layers[k], exist) for k in firsts}
+        at_begin = {k: n_bytes for k, n_bytes in of_first.items() if n_bytes}
         if at_begin:
             copies = [at_begin.get(k, 0) for k in self._firsts.tolist()]
             first, last = min(at_begin), self._last(end)

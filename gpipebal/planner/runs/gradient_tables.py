@@ -107,11 +107,11 @@ class GradientTables:
         """Return the first layer that is given any of a piece of memory; see `GradientMemory`."""
         one = self._flow.memory[place]
         if not one.sources:
-            return np.array([one.last])
-        found = np.full(len(self._firsts), one.last)
+            return np.array([one.lowest_value])
+        found = np.full(len(self._firsts), one.lowest_value)
         for source in reversed(one.sources):
             found[self._firsts <= source] = source
-        return np.minimum(found, one.last)
+        return np.minimum(found, one.lowest_value)
 
     def _find_parts(self) -> Iterator[Living]:
         """Yield what lives in runs: memory that they make, and copies for runs before them."""
@@ -277,5 +277,5 @@ class GradientTables:
 
     def _of_sum(self, one: SumAtStart) -> Table:
         """Return the bytes of a sum in every run."""
-        found: Table = (self._firsts <= one.first).astype(self._kind) * one.n_bytes
+        found: Table = (self._firsts <= one.last_first).astype(self._kind) * one.n_bytes
         return found

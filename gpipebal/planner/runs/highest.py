@@ -55,7 +55,7 @@ class Highest:
         self._known: tuple[int, Table] | None = None
 
     def through(self, ends: range, changes: Iterable[Change]) -> Iterator[int]:
-        """Go through ends, none of which comes before a change; in each, all its changes hold."""
+        """Go through ends; at each, those changes hold whose `ends` have it, none begun before."""
         begin: dict[int, list[Change]] = {}
         stop: dict[int, list[Change]] = {}
         for change in changes:

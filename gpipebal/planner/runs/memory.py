@@ -15,6 +15,7 @@ connections there.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -25,7 +26,7 @@ from gpipebal.planner.runs.moments import RowMoment, moments_of
 from gpipebal.planner.runs.peaks import RunPeaks
 from gpipebal.planner.runs.storage_tables import StorageTables
 from gpipebal.problem import Memory
-from gpipebal.profile import Profile
+from gpipebal.profile import LayerProfile, Profile
 from gpipebal.schedule import (
     CHECKPOINT_MODES,
     CheckpointMode,
@@ -196,8 +197,9 @@ class RunMemory:
     def _find_labels(self) -> tuple[int, ...] | None:
         """Label the partitions by their rows; None: all rows are alike.
 
-        Under 1F1B a label is the number of forwards before the first backward; under a schedule
-        without such a rule, it is the first partition with that row, whatever the mode.
+        Under 1F1B a label is the number of forwards that a partition runs before it alternates;
+        under a schedule without such a rule, it is the first partition with that row, whatever the
+        mode.
         """
         n, chunks = self._n_partitions, self._chunks
         if self._schedule == "gpipe":
@@ -217,44 +219,40 @@ class RunMemory:
     def _moments(self, mode: CheckpointMode, label: int) -> list[RowMoment]:
         # With this many forwards ahead, all may wait that the row by itself allows: the outputs of
         # micro-batches that have not come back, and all gradients.
-        before: int | None = self._chunks
+        ahead: int | None = self._chunks
         if self._schedule == "gpipe":
-            row, before = make_schedule("gpipe", 1, self._chunks, mode).rows[0], None
+            row, ahead = make_schedule("gpipe", 1, self._chunks, mode).rows[0], None
         elif self._schedule == "1f1b":
             row = make_schedule("1f1b", label + 1, self._chunks, mode).rows[0]
             # The gradient of a skip connection may wait for a much earlier partition.
-            before = self._chunks if self._profile.skips else label + 1
+            ahead = self._chunks if self._profile.skips else label + 1
         else:
             row = self._whole(mode).rows[label]
         return moments_of(
             row,
             loss_inside=self._chain.loss is not None,
             waiting=self._waiting,
-            ahead=before,
+            ahead=ahead,
             gradients_exist=self._gradients_exist,
         )
 
     def _largest_sum(self) -> int:
         """Bound all sums from above."""
-        layers = self._chain.layers
-        names = ["parameter", "gradient", "buffer", "kept_buffer", "saved_buffer", "optimizer"]
-        names += ["forward_peak", "backward_peak"]
-        one = (sum(self._profile.storages) + sum(self._chain.skip_bytes)) * 4
-        for name in names:
-            one += sum(getattr(layer, f"{name}_bytes") or 0 for layer in layers)
-        for name in ("accumulating", "chained", "chained_accumulating"):
-            one += sum(getattr(layer, f"{name}_peak_bytes") or 0 for layer in layers)
-        one += sum((la.optimizer_peak_bytes or 0) + la.optimizer_carried_bytes for la in layers)
-        whole = self._profile.step.whole_loss
-        if whole is not None:
-            one += whole.forward_peak_bytes + whole.backward_peak_bytes + whole.buffer_bytes
+        profile, flow = self._profile, self._profile.gradient_flow
+        names = [each.name for each in fields(LayerProfile) if each.name.endswith("_bytes")]
+        whole = profile.step.whole_loss
+        layers = [*self._chain.layers, *([] if whole is None else [whole])]
+        one = sum(getattr(layer, name) or 0 for layer in layers for name in names)
+        for found in (flow.memory, flow.copies, flow.sums):
+            one += sum(each.n_bytes for each in found)
+        one += 4 * (sum(profile.storages) + sum(self._chain.skip_bytes))
         return one * (3 * self._chunks + 8)
 
     def _all_rows(self, mode: CheckpointMode, label: int) -> list[Table]:
         moments = self._moments(mode, label)
         rows: list[Table] = []
         for piece in self._pieces():
-            peaks = piece.peaks(moments)
+            peaks = piece.peaks(moments, gradients_exist=self._gradients_exist)
             # Copies, so that the rest of the tables is not kept.
             rows += [peaks[row, first:].copy() for row, first in enumerate(piece.firsts.tolist())]
         return rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from gpipebal.schedule import Action
@@ -53,9 +52,12 @@ def moments_of(
         row: Its actions.
         loss_inside: Whether the last partition computes the loss.
         waiting: Whether to count micro-batches that may wait for a neighbour.
-        ahead: How many forwards the partition before runs before its first backward, if it then
-            alternates between one forward and one backward; None: it runs all of them.
+        ahead: How many forwards the partition before runs before it alternates between one forward
+            and one backward; None: it runs all of them first.
         gradients_exist: Whether the parameters have gradients before the step.
+
+    Complexity:
+        O(a) for a row of a actions, of which those of one kind change the counts in few ways.
 
     Example:
         >>> from gpipebal.schedule import gpipe_schedule
@@ -66,6 +68,8 @@ def moments_of(
     chunks = sum(action.kind == "F" for action in row)
     again = {action.micro_batch for action in row if action.kind == "R"}
     found: dict[tuple[str, bool, bool, bool], list[RowMoment]] = {}
+    #: Of each kind of moments, by how much the counts changed from the last but one to the last.
+    steps: dict[tuple[str, bool, bool, bool], tuple[int, ...]] = {}
     graphs = inputs = forwards = backwards = 0
 
     def waits(kind: str) -> tuple[int, int]:
@@ -90,7 +94,11 @@ def moments_of(
         if any(all(a <= b for a, b in zip(counts, old[4:], strict=True)) for old in moments):
             return
         kept = [old for old in moments if any(a > b for a, b in zip(old[4:], counts, strict=True))]
-        found[key] = [*kept, new]
+        before = kept[-1][4:] if kept else counts
+        step = tuple(a - b for a, b in zip(counts, before, strict=True))
+        if len(kept) == len(moments) > 1 and step == steps.get(key):
+            kept.pop()  # on a line with those beside it, of which one is as high
+        found[key], steps[key] = [*kept, new], step
 
     for action in row:
         is_again = action.micro_batch in again
@@ -107,18 +115,4 @@ def moments_of(
                 graphs, inputs = others
                 backwards += 1
     meet("O", False, 0, 0)
-    return [moment for moments in found.values() for moment in _hull(moments)]
-
-
-def _hull(moments: list[RowMoment]) -> list[RowMoment]:
-    """Keep the outermost of moments that lie on a line, as those of one kind do.
-
-    From one to the next the counts change by the same amounts, so none between them is higher.
-    """
-    if len(moments) < 3:
-        return moments
-    steps = {
-        tuple(b - a for a, b in zip(one[4:], two[4:], strict=True))
-        for one, two in pairwise(moments)
-    }
-    return [moments[0], moments[-1]] if len(steps) == 1 else moments
+    return [moment for moments in found.values() for moment in moments]

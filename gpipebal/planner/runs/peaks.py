@@ -161,14 +161,19 @@ class RunPeaks:
             total += (held & ~self._idle[:, -1]) * self._chain.bytes[storage]
         return total
 
-    def peaks(self, moments: Sequence[RowMoment]) -> Table:
-        """Return the highest of the moments of each run."""
+    def peaks(self, moments: Sequence[RowMoment], *, gradients_exist: bool) -> Table:
+        """Return the highest of the moments of each run.
+
+        Args:
+            moments: The moments of a row.
+            gradients_exist: Whether the parameters have gradients before the step.
+        """
         chain = self._chain
         graphs = np.where(self._idle, 0, self._graphs - self._handed)
         tables = self._tables
         received = self._at_ends(tables.received - tables.passing)
         inputs = np.where(self._idle, 0, received + self._kept_buffers)
-        outputs = self._outputs(moments)
+        outputs = self._outputs(moments, gradients_exist)
         highest: Table | None = None
         for moment in moments:
             _, again, exist, _, n_graphs, n_inputs, n_given, n_returned, n_passed = moment
@@ -192,45 +197,46 @@ class RunPeaks:
         if chain.loss is not None:
             highest[:, -1] += self._chunks * chain.loss.buffer_bytes + chain.loss.parameter_bytes
         highest += self._fixed
-        if moments[0].gradients_exist:  # before anything has been done
+        if gradients_exist:
             highest += self._ties.summed_apart
         highest[self.firsts == 0] += self._profile.input_bytes(self._chunks)
         return highest
 
-    def _outputs(self, moments: Sequence[RowMoment]) -> Any:
+    def _outputs(self, moments: Sequence[RowMoment], gradients_exist: bool) -> Any:
         """Return a function for the outputs that exist during a moment of the last partition."""
         if self._chain.loss is not None:
             return lambda moment: 0
         profile, n = self._profile, self._n
         outputs = frozenset(profile.layers[-1].outputs)
         # Runs from the first layer on have the caller's input; in one memory all have it.
-        callers = (self.firsts == 0) | self._shared
+        have_it = (self.firsts == 0) | self._shared
         cells = [Cell(profile, first, n, None, self._shared) for first in (n - 1, 0)]
         sizes = self._column([cell.bytes_of(outputs) for cell in cells])
-        size, in_graph = sizes[callers.astype(int)], self._in_graph(outputs)
+        size, in_graph = sizes[have_it.astype(int)], self._in_graph(outputs)
         at_loss = next(moment for moment in moments if moment.kind == "L")
         given = self._chunks * size - at_loss.n_graphs * in_graph
-        ways = list(zip(callers.tolist(), given.tolist(), strict=True))
-        exist = moments[0].gradients_exist
+        ways = list(zip(have_it.tolist(), given.tolist(), strict=True))
         found = {
-            way: around_loss(cells[way[0]], self._chunks, way[1], gradients_exist=exist)
-            for way in set(ways)
+            (k, n_bytes): around_loss(
+                cells[k], self._chunks, n_bytes, gradients_exist=gradients_exist
+            )
+            for k, n_bytes in set(ways)
         }
         around = [found[way] for way in ways]
-        target = self._column([one.target for one in around])
+        always = self._column([one.always for one in around])
         after = self._column([one.after for one in around])
         most = self._column([one.most for one in around])
         stays = self._column([one.stays for one in around])
 
         def beside(moment: RowMoment) -> Table:
             if moment.kind == "L":
-                return target + most
+                return always + most
             if moment.kind == "O":
-                return target + after
+                return always + after
             if moment.forwards_done:
-                return target + stays
+                return always + stays
             done = moment.n_graphs + moment.n_inputs
-            return target + done * size - moment.n_graphs * in_graph
+            return always + done * size - moment.n_graphs * in_graph
 
         return beside
 
@@ -320,44 +326,73 @@ class RunPeaks:
                     yield Change(ends, first, copies, slice(row, row + 1))
 
     def _backward(self, again: bool, exist: bool) -> Table:
-        tables, chain, layers, ends = self._tables, self._chain, self._chain.layers, self._ends
-        kept, changes = tables.backward
-        peaks = self._column([backward_peak(layer, exist) for layer in layers])
-        made = self._gradient_sums
-        at_end = self._at_ends(tables.kept)
-        if again:
-            # In addition to what a recompute makes there are copies of buffers.
-            copies_saved = self._column([0, *(la.saved_buffer_bytes for la in layers)]).cumsum()
-            copies = copies_saved[None, :] - copies_saved[self.firsts][:, None]
-            kept, at_end = kept + copies[:, 1:], at_end + copies[:, ends]
-        inner = kept + (self._gradients.peaks(exist) + self._gradients.living)
-        own = at_end + peaks[ends - 1] + self._gradients.sums
-        # What is handed through is copied only where it goes through the whole run.
-        copies_made = self._column([copied(layer, exist) for layer in layers])
-        passes = np.array([not set(la.outputs).isdisjoint(la.handed_through) for la in layers])
-        passes[self._n :] = False  # the loss
-        is_all = passes[None, :] & (np.arange(len(layers))[None, :] == self.firsts[:, None])
-        own = own - np.where(is_all, 0, copies_made)[:, ends - 1]
-        for k, layer in enumerate(layers):
-            copies_cut = uncopied_peak(layer, exist, inside=False)
-            copies_cut -= uncopied_peak(layer, exist, inside=True)
-            if copies_cut:
-                own[:, ends - 1 == k] -= ((1 - self._gradients.is_cut(k)) * copies_cut)[:, None]
-        for first, end in chain.handed_through():  # there it is copied at the beginning
-            own[self.firsts == first, end - 1] += copies_made[first]
-        if not exist:
-            # In addition to the first of a parameter's gradients there is a sum, or a copy.
-            copies = self._ties.copies(len(layers))
-            inner = inner - made[1:] + copies
-            own = own - made[ends] + self._copies_of_last(copies)
+        ends, made = self._ends, self._gradient_sums
+        _, changes = self._tables.backward
+        inner = self._inner_needs(again, exist)
+        last = self._last_needs(again, exist)
         needs = Highest(self._from_first(inner))
         # Every layer but the last of the run; in a run of one layer there is none.
         none = np.full_like(inner[:, :1], self._none)
         before = np.take(np.concatenate([none, needs.running], axis=1), ends - 1, axis=1)
-        own = own - (self._at_ends(tables.passing_kept) if again else self._handed)
         self._run_ends.correct(before, needs, changes, again=again, exist=exist)
-        highest = np.maximum(before, own) + self._started
+        highest = np.maximum(before, last) + self._started
         return highest + (self._all_gradients if exist else made[ends])
+
+    def _inner_needs(self, again: bool, exist: bool) -> Table:
+        """Return what each layer's backward finds and needs, in runs that go on after it.
+
+        Gradients of parameters that do not exist yet are counted from the end of the run on.
+        """
+        kept, _ = self._tables.backward
+        needs = kept + (self._gradients.peaks(exist) + self._gradients.living)
+        if again:
+            needs = needs + self._saved_buffers[:, 1:]
+        if not exist:
+            # In addition to the first of a parameter's gradients there is a sum, or a copy.
+            needs = needs - self._gradient_sums[1:] + self._ties.copies(len(self._chain.layers))
+        return needs
+
+    def _last_needs(self, again: bool, exist: bool) -> Table:
+        """Return the same for the last layer of the run to each end."""
+        tables, ends, layers = self._tables, self._ends, self._chain.layers
+        peaks = self._column([backward_peak(layer, exist) for layer in layers])
+        needs = self._at_ends(tables.kept) + peaks[ends - 1] + self._gradients.sums
+        needs = needs - self._copies_not_made(exist)
+        needs = needs - (self._at_ends(tables.passing_kept) if again else self._handed)
+        if again:
+            needs = needs + self._at_ends(self._saved_buffers)
+        if not exist:
+            tied = self._copies_of_last(self._ties.copies(len(layers)))
+            needs = needs - self._gradient_sums[ends] + tied
+        return needs
+
+    @cached_property
+    def _saved_buffers(self) -> Table:
+        """Copies of buffers that the graph of a recompute keeps, up to each end, 0 first."""
+        saved = self._column([0, *(la.saved_buffer_bytes for la in self._chain.layers)]).cumsum()
+        copies: Table = saved[None, :] - saved[self.firsts][:, None]
+        return copies
+
+    def _copies_not_made(self, exist: bool) -> Table:
+        """Return how much of the peak of each run's last layer is copies that it does not make.
+
+        What is handed through is copied only where it goes through the whole run, and gradients
+        that share memory only by a layer that is given what the run is given.
+        """
+        layers, ends = self._chain.layers, self._ends
+        copies = self._column([copied(layer, exist) for layer in layers])
+        passes = np.array([not set(la.outputs).isdisjoint(la.handed_through) for la in layers])
+        passes[self._n :] = False  # the loss
+        is_all = passes[None, :] & (np.arange(len(layers))[None, :] == self.firsts[:, None])
+        missing = np.where(is_all, 0, copies)[:, ends - 1]
+        for k, layer in enumerate(layers):
+            cut = uncopied_peak(layer, exist, inside=False)
+            cut -= uncopied_peak(layer, exist, inside=True)
+            if cut:
+                missing[:, ends - 1 == k] += ((1 - self._gradients.is_cut(k)) * cut)[:, None]
+        for first, end in self._chain.runs_that_hand_through():  # copied at their beginning
+            missing[self.firsts == first, end - 1] -= copies[first]
+        return missing
 
     def _copies_of_last(self, copies: Table) -> Table:
         """Return the copies of the last layer of each run."""

@@ -101,7 +101,7 @@ class StorageTables:
         share a memory, they pass on copies.
         """
         found = self._filled(
-            (0, min(stretch.last, saved) + 1, first, stop, self.chain.bytes[stretch.storage])
+            (0, min(stretch.last_first, saved) + 1, first, stop, self.chain.bytes[stretch.storage])
             for stretch in self.chain.handed
             for first, stop, saved in self.chain.by_saved(stretch)
         )
@@ -144,7 +144,9 @@ class StorageTables:
             low, n_bytes = self._own_from(stretch.storage), chain.bytes[stretch.storage]
             parts = [(stretch.first, stretch.stop, -1)]
             for first, stop, saved in chain.by_saved(stretch) if records else parts:
-                rectangles.append((max(low, saved + 1), stretch.last + 1, first, stop, n_bytes))
+                rectangles.append(
+                    (max(low, saved + 1), stretch.last_first + 1, first, stop, n_bytes)
+                )
         found, changes = self._by_layer(self.inputs.forward_strips(records))
         found = found + self._filled(rectangles)[:, :-1]
         return found + self.saved[:, :-1] if records else found, changes

@@ -11,7 +11,7 @@ from gpipebal.errors import ProfileError
 from gpipebal.profiler.chain.failures import is_out_of_memory
 from gpipebal.profiler.memory.layer_run import Beside, Given, LayerRun
 
-__all__ = ["BackwardPeaks", "BackwardRun", "ChainedPeak", "GivenMemory", "PlacePeaks", "find_peaks"]
+__all__ = ["BackwardPeaks", "BackwardRun", "ChainedPeak", "FrontPeaks", "GivenMemory", "find_peaks"]
 
 
 #: Runs a layer once more; see `find_peaks`.
@@ -69,7 +69,7 @@ class ChainedPeak(NamedTuple):
         return max(0, most - memory.bytes_of(self.own))
 
 
-#: What holds the gradients that come in, in the order of `PlacePeaks`.
+#: What holds the gradients that come in, in the order of `FrontPeaks`.
 _GIVEN: tuple[Given, ...] = ("held", "views", "own", "parts")
 
 #: Where no gradients of parameters exist, and where they do.
@@ -100,7 +100,7 @@ class BackwardRun(NamedTuple):
         return cls(peak, run.hands_back_own, run.has_copied, run.used_again)
 
 
-class PlacePeaks(NamedTuple):
+class FrontPeaks(NamedTuple):
     """Peaks of a layer's backward with the same in front of it: a cut, or another layer.
 
     Attributes:
@@ -137,8 +137,8 @@ class BackwardPeaks(NamedTuple):
         stashed_sum_bytes: How much more it needs if what it is given is stashed too.
     """
 
-    first: PlacePeaks
-    inside: PlacePeaks
+    first: FrontPeaks
+    inside: FrontPeaks
     copied_bytes: int
     stashed_sum_bytes: int
 
@@ -215,7 +215,10 @@ def find_peaks(
         except ProfileError as error:
             if given != "parts" or is_out_of_memory(error):
                 raise
-            # Some kernels refuse gradients with gaps, and would in a chain too.
+            # Some kernels refuse gradients with gaps, and would in a chain too. The parameters'
+            # gradients that this backward has made are none of the next one's.
+            if not keeps:
+                drop()
             found = run(without, "views", inside, stashed)
         if not keeps:
             drop()
@@ -225,7 +228,7 @@ def find_peaks(
         for parameter in parameters:
             parameter.grad = None
 
-    def of_place(held: BackwardRun, inside: bool) -> tuple[PlacePeaks, Sequence[BackwardRun]]:
+    def with_front(held: BackwardRun, inside: bool) -> tuple[FrontPeaks, Sequence[BackwardRun]]:
         """Find peaks; gradients of parameters are those of `held`."""
         added = []
         if parameters:
@@ -233,9 +236,9 @@ def find_peaks(
             drop()
         new = [held, *(again(given, inside) for given in _GIVEN[1:])]
         pairs = zip(new, added or new, strict=True)
-        return PlacePeaks(*((one.peak, other.peak) for one, other in pairs)), new
+        return FrontPeaks(*((one.peak, other.peak) for one, other in pairs)), new
 
-    first, (_, views, own, _) = of_place(held, False)
+    first, (_, views, own, _) = with_front(held, False)
     hands_back = {
         place: (views.hands_back_own.get(place, False), own.hands_back_own.get(place, False))
         for place in views.hands_back_own.keys() | own.hands_back_own.keys()
@@ -246,7 +249,7 @@ def find_peaks(
         drop()
     inside, more = first, 0
     if held.has_copied and finds_inside:
-        inside, _ = of_place(run((), "held", True, ()), True)
+        inside, _ = with_front(run((), "held", True, ()), True)
     if held.used_again and finds_inside:
         # The first piece of the gradient is added to what has come before, and not the second.
         for given, (alone, _) in zip(_GIVEN, inside, strict=True):

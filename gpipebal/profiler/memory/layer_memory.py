@@ -25,6 +25,13 @@ __all__ = [
 ]
 
 
+#: What columns are made from, and is none.
+_NO_COLUMNS = (
+    *("peaks", "hands_back_own", "hands_through", "gradients", "stashes"),
+    *("kept_bytes", "n_parameters"),
+)
+
+
 class LayerGradients(NamedTuple):
     """In which memory a layer's backward is given gradients, and hands them back.
 
@@ -52,10 +59,12 @@ class LayerGradients(NamedTuple):
 class LayerMemory:
     """Memory of one layer; storages are numbered over the whole chain.
 
+    What is not described here is as in `LayerProfile`.
+
     Attributes:
         peaks: Largest memory of its backward.
-        hands_back_own: For each of its inputs, by place, whether the gradient that it hands back is
-            such too: if those that come in are not, and if they are.
+        hands_back_own: For each of its inputs, by place, whether nothing else holds the memory of
+            the gradient that it hands back: if something holds those that come in, and if not.
         hands_through: Places of inputs whose gradients go back as they came, and of the outputs
             that they came for.
         gradients: In which memory it is given gradients, and hands them back.
@@ -113,12 +122,9 @@ class LayerMemory:
                 f"layer {name!r} makes parameters in its first forward: {self.n_parameters} "
                 f"(expected {n_before}, as many as before).\nFix: run model(sample) once."
             )
-        columns = vars(self) | own | {"gradient_storages": storages}
+        columns = {name: each for name, each in vars(self).items() if name not in _NO_COLUMNS}
+        columns |= own | {"gradient_storages": storages}
         columns |= self.peaks.columns(given_own=given_own, memory=memory)
-        del columns["peaks"]
-        del columns["kept_bytes"], columns["n_parameters"]
-        del columns["hands_back_own"], columns["hands_through"], columns["stashes"]
-        del columns["gradients"]
         columns["buffer_bytes"] += max(0, self.kept_bytes - sum(map(bytes_of, kept_by(layer))))
         return columns
 

@@ -250,11 +250,11 @@ def forward_and_backward(
 
     with ledger.watch(0):
         inputs, given = chain.prepare(k, value, wants=True, inside=inside)
-        before, peak = ledger.live_now(), _Peak(ledger, chain.device)
+        before, forward_peak = ledger.live_now(), _Peak(ledger, chain.device)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             passed = chain.call(k, given, value)
         torch.clear_autocast_cache()  # what only a cache holds is freed after a cell's forward
-        forward = peak.bytes
+        forward_bytes = forward_peak.bytes
         outputs = chain.outputs(k, passed)
         handed = {storage_key(leaf) for leaf in outputs if has_storage(leaf)}
         # What is gone was saved for a result that was not used; its key may be another's by now.
@@ -280,8 +280,10 @@ def forward_and_backward(
             ]
             roots, begun = roots_of(ends, made), dict[int, int]()
         else:
-            # The peak of the backward, which begins below.
-            roots, begun = begun_inside(ends, lambda made: peak.start_beside(made), gradients)
+            # Called in the backward, whose peak begins below.
+            roots, begun = begun_inside(
+                ends, lambda own: backward_peak.start_beside(own), gradients
+            )
         given_in = memory_of(made)
         found_again = used_again(inputs, outputs) if chain.has_skips else frozenset[int]()
         come = [leaf if place in stashed else None for place, leaf in enumerate(inputs)]
@@ -292,10 +294,10 @@ def forward_and_backward(
             own_gradients(inputs) as are_own,
             handed_back(inputs, hold=inside or gradients != "held") as back,
         ):
-            peak = _Peak(ledger, chain.device)
+            backward_peak = _Peak(ledger, chain.device)
             chain.run_backward(roots, inputs, chain.names[k])
-        backward = max(0, peak.bytes - sum(begun.values()))
-        beside = peak.beside(begun) if begun else ()
+        backward_bytes = max(0, backward_peak.bytes - sum(begun.values()))
+        beside = backward_peak.beside(begun) if begun else ()
         has_copied = any(
             each is not None
             and place not in through
@@ -303,9 +305,22 @@ def forward_and_backward(
             and _is_elsewhere(inputs[place].grad, each[0])
             for place, each in back.items()
         )
-    kept_bytes = sum(map(bytes_of, kept))
-    found = (forward, backward, beside, passed, saved, constant, through, kept_bytes, are_own)
-    return LayerRun(*found, back, has_copied, found_again, given_in, begun)
+    return LayerRun(
+        forward_peak=forward_bytes,
+        backward_peak=backward_bytes,
+        beside=beside,
+        passed=passed,
+        saved=saved,
+        constant=constant,
+        through=through,
+        kept_bytes=sum(map(bytes_of, kept)),
+        hands_back_own=are_own,
+        hands_back=back,
+        has_copied=has_copied,
+        used_again=found_again,
+        given=given_in,
+        begun=begun,
+    )
 
 
 def _is_elsewhere(gradient: Tensor | None, key: int) -> bool:

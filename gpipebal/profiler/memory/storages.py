@@ -10,6 +10,7 @@ storages go along with the values, so that what two layers share has one number.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from torch import Tensor
@@ -63,7 +64,10 @@ def measure_layer_memory(
     with memory_for("copies of large buffers"):
         large = copies_of_large(layer)
     without_graph, copies = forward_without_graph(chain, k, value, ledger)
-    kept = {storage_key(buffer): buffer.nbytes for buffer in kept_buffers(layer, large)}
+    # Each tensor is copied by itself, of several in one storage too.
+    kept = Counter[int]()
+    for buffer in {id(each): each for each in kept_buffers(layer, large)}.values():
+        kept[storage_key(buffer)] += buffer.nbytes
     del large
     run = forward_and_backward(chain, k, value, ledger, constants)
     hands_on = _handed_on(chain, k, arrived, run.passed, known, numbers)
