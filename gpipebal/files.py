@@ -143,7 +143,7 @@ def write_record(path: str | os.PathLike[str], record: Mapping[str, Any]) -> Non
 
 
 def _count_values(text: str) -> int:
-    """Return a lower bound on the number of values in a JSON text."""
+    """Estimate the number of values in a JSON text by its signs; those in texts count too."""
     return sum(text.count(sign) for sign in ",[{")
 
 

@@ -134,13 +134,12 @@ def _forget_output() -> None:
 def _is_users_own(error: GpipebalError) -> bool:
     """Tell whether a layer, a loss or an optimizer failed: then its traceback helps."""
     cause = error.__cause__
-    return (
-        isinstance(error, ProfileError)
-        and cause is not None
-        and not isinstance(cause, GpipebalError)
-        # By its name, without importing torch. The error says what would fit.
-        and type(cause).__name__ != "OutOfMemoryError"
-    )
+    if not isinstance(error, ProfileError) or cause is None or isinstance(cause, GpipebalError):
+        return False
+    # Something has run, so torch is there.
+    from gpipebal.profiler.chain.failures import is_out_of_memory
+
+    return not is_out_of_memory(error)  # which says what would fit
 
 
 def _parser() -> Parser:

@@ -62,6 +62,7 @@ _ONLY_IN_PYTHON = {
     "; rates= names the device": "; --estimate names the device",
     ", or DeviceRates(name, {'float32': 1e13}, bandwidth=1e12) with your own figures.": ".",
     "profile_model(model, sample, chunks=..., rows=None), which": "gpipebal profile, which",
+    "with one_at_a_time=True, or ": "",
 }
 
 

@@ -75,6 +75,14 @@ def check_plan(plan: Plan) -> None:
         for text in (*partition.layers, *partition.fingerprints):
             if not isinstance(text, str):
                 raise _bad_value(f"partition {j}", "name", text, _TEXT)
+        prints, backward = partition.fingerprints, partition.backward_time
+        if len(prints) not in (0, len(partition.layers)):
+            raise _bad_value(
+                f"partition {j}", "fingerprints", prints, "one for each layer, or none"
+            )
+        if (partition.weight_time or 0.0) > backward * (1 + _ROUNDING):
+            expected = f"at most backward_time={backward!r}"
+            raise _bad_value(f"partition {j}", "weight_time", partition.weight_time, expected)
     _check_quantities("plan", plan)
     if plan.rows < 1:
         raise ProfileError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from gpipebal.argument_kinds import check_kind, is_word
@@ -127,8 +126,8 @@ def plot_balance(
     ax = axes_or_new(ax, 10.0, 4.0)
     hues = partition_colours(plan.n_partitions)
     colours = [hues[j] for j, n_layers in enumerate(plan.balance) for _ in range(n_layers)]
-    with suppress(ProfileError):  # the plan used a profile without other rows at its own rows
-        profile = profile if profile.rows == plan.rows else profile.at_rows(plan.rows)
+    if profile.rows != plan.rows:
+        profile = profile.at_rows(plan.rows)
     kinds = _layer_costs(profile, by, recomputes=plan.recomputes)
     if by == "time":
         kinds = {kind: _as_planned(kind, times, plan) for kind, times in kinds.items()}

@@ -21,6 +21,7 @@ from gpipebal.plots.axes import (
     ink_of,
     note,
     points,
+    text_width,
 )
 from gpipebal.plots.glyphs import families, pieces
 from gpipebal.plots.style import (
@@ -317,8 +318,9 @@ def _draw_numbers(
     usual = median(duration for _, duration in spans) * per_unit
     longest = max((str(event.micro_batch) for event in events), key=len)
     size = next((s for s in (size, 7.5, 7.0, 6.5, _SMALLEST) if fits(longest, usual, s)), size)
+    needed = text_width(longest, size) / per_unit
     for event, (start, duration) in zip(events, spans, strict=True):
-        if fits(longest, duration * per_unit, size):
+        if duration >= needed:
             ax.text(
                 start + duration / 2,
                 middle,

@@ -201,10 +201,10 @@ def optimizer_memory(
     owner = layer_of_tensors(modules)
     places = [owner[id(parameter)] for parameter in maker.parameters]
 
-    def by_layer(known: Sequence[int], add: Callable[[int, int], int]) -> list[int]:
+    def by_layer(known: Sequence[int], join: Callable[[int, int], int]) -> list[int]:
         found = [0] * len(modules)
         for k, n_bytes in zip(places, known, strict=True):
-            found[k] = add(found[k], n_bytes)
+            found[k] = join(found[k], n_bytes)
         return found
 
     state, why = _on_stand_ins(partial(optimizer_state_bytes, maker))

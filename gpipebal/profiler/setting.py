@@ -171,7 +171,10 @@ def random_numbers_kept(*devices: torch.device) -> Iterator[None]:
 
 
 def chunks_that_fit(profile: Profile, chunks: int) -> int:
-    """Return how many micro-batches in flight certainly fit the free memory, `chunks` at most."""
+    """Return how many micro-batches in flight are likely to fit the free memory: `chunks` at most.
+
+    What layers need for a moment is not added up: half of the memory is left for it.
+    """
     saved = {storage for layer in profile.layers for storage in layer.saved}
     of_one = max(1, profile.bytes_of(saved))
     fixed = sum(layer.gradient_bytes for layer in profile.layers)

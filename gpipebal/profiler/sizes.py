@@ -96,16 +96,16 @@ class Study:
         """
         self._must, data = must, self._data
         start = data.start_of(data.sizes[0], self.device)
-        scout = self._chain(start, self.modules)
-        found = Scout(scout, keep_modes=self._keep_modes)
-        self._sizes.append(_Size(self.micro_batches[0], survey(scout, self.routes, found), start))
-        self._look_at_loss(self._sizes[0])
-        main = self._sizes[0]
+        chain = self._chain(start, self.modules)
+        scout = Scout(chain, keep_modes=self._keep_modes)
+        main = _Size(self.micro_batches[0], survey(chain, self.routes, scout), start)
+        self._sizes.append(main)
+        self._look_at_loss(main)
         if self._loss_fn is not None and main.loss is None:
             outputs = data.outputs(main.found.outputs, data.sizes)
             target = data.target_of(data.sizes)
             try_gathered(outputs, main.found.numbers, self.device, self._loss_fn, target)
-        self._private, self._written = found.writers, scout.written
+        self._private, self._written = scout.writers, chain.written
         self._replicas = self._replicate()
         for rows in others:
             try:

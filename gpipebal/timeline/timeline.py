@@ -179,6 +179,15 @@ class Timeline:
                         f"{', '.join(Event._fields)}).\nFix: Event(0, 'F', 0, 0.0, 1.0), say."
                     )
             check_events(self.events, self.placement)
+            return
+        partitions = self.events.partitions
+        if partitions.size and not 0 <= partitions.min() <= partitions.max() < self.n_partitions:
+            raise ProfileError(
+                "timeline has events of other partitions: "
+                f"{partitions.min()} to {partitions.max()} (expected 0 to {self.n_partitions - 1}, "
+                f"n_partitions={self.n_partitions}).\nFix: give the number of partitions that the "
+                "events are of."
+            )
 
     def _check_devices(self) -> None:
         devices = self.devices
@@ -191,8 +200,9 @@ class Timeline:
             or set(devices) != set(range(len(set(devices))))
         ):
             raise ProfileError(
-                f"timeline has impossible devices: devices={devices!r:.60} (expected one for each "
-                f"of {count(self.n_partitions, 'partition')}, numbered from 0 without gaps).\n"
+                f"timeline has impossible devices: devices={devices!r:.60} (expected a tuple of "
+                f"one for each of {count(self.n_partitions, 'partition')}, numbered from 0 without "
+                "gaps).\n"
                 "Fix: devices=None, or the device of each partition."
             )
 

@@ -466,6 +466,9 @@ ONLY_IN_PYTHON = {
         *("profile", "workloads:tiny", "--estimate", "abacus"),
     ],
     "profile_model(model, sample, chunks=..., rows=None), which": [*_PLANNED, "--chunks", "2,4"],
+    "with one_at_a_time=True, or ": [
+        *("profile", "workloads:too_large", "--chunks", "2", "--device", "cpu"),
+    ],
 }
 
 

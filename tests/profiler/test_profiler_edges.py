@@ -114,7 +114,14 @@ def test_arguments_in_gpipebals_order_are_named_by_the_compat_functions() -> Non
 
 def test_memory_that_is_missing_is_no_fault_of_the_users_code() -> None:
     """A layer's own exception is; both are profile errors."""
-    for cause, expected in ((torch.OutOfMemoryError("no room"), False), (KeyError("x"), True)):
+    no_room = "[enforce fail] DefaultCPUAllocator: can't allocate memory"
+    for cause, expected in (
+        (torch.OutOfMemoryError("no room"), False),
+        (RuntimeError(no_room), False),
+        (MemoryError(), False),
+        (RuntimeError("a shape does not fit"), True),
+        (KeyError("x"), True),
+    ):
         error = ProfileError("layer '0' failed")
         error.__cause__ = cause
         assert _is_users_own(error) is expected

@@ -215,6 +215,33 @@ def test_weights_of_others_are_no_activations(how: str) -> None:
     assert any("does not register" in flag for flag in found.provenance["flags"])
 
 
+class Uses(nn.Module):
+    """A layer that has a weight in a list, which registers nothing."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.others = [weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.others[0])
+
+
+def test_a_weight_belongs_to_the_layer_that_registers_it() -> None:
+    """Also where an earlier layer has it in a list, and where two register it."""
+    one, other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    alone = nn.Sequential(Uses(one.weight), nn.ReLU(), one)
+    other.weight = one.weight
+    tied = nn.Sequential(Uses(one.weight), one, other)
+    for model, place in ((alone, 2), (tied, 1)):
+        found = profiled(model, torch.randn(8, 4), WAYS[0], optimizer=torch.optim.Adam)
+        for k, layer in enumerate(found.layers):
+            assert layer.parameter_bytes == 64 * (k == place)
+            assert layer.buffer_bytes == 0
+            assert (layer.optimizer_bytes or 0) >= 128 * (k == place)
+        assert [tie.layers for tie in found.ties] == ([(1, 2)] if model is tied else [])
+        assert any("does not register" in flag for flag in found.provenance["flags"])
+
+
 def test_what_is_saved_on_another_device_is_not_this_ones() -> None:
     """The meta device stands for where activations are offloaded to."""
 

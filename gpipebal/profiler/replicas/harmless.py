@@ -51,7 +51,6 @@ class _Reached:
         tensors: All tensors.
         weights: Parameters, and buffers of modules.
         shared: Modules that copies of these objects would share with them.
-        shared_leaves: Tensors with gradients that copies would share.
     """
 
     def __init__(self, objects: Iterable[Any]) -> None:
@@ -59,7 +58,6 @@ class _Reached:
         self.tensors: dict[int, Tensor] = {}
         self.weights: dict[int, Tensor] = {}
         self.shared: dict[int, nn.Module] = {}
-        self.shared_leaves: dict[int, Tensor] = {}
         self._seen: set[tuple[int, bool]] = set()
         for each in objects:
             # A loss that is not a module is not copied, so it shares all that it holds.
@@ -75,8 +73,6 @@ class _Reached:
                 self.weights[id(value)] = value
             if value.is_leaf and value.requires_grad:
                 self.leaves[id(value)] = value
-                if is_shared:
-                    self.shared_leaves[id(value)] = value
             return
         if isinstance(value, nn.Module) and is_shared:
             self.shared[id(value)] = value
@@ -146,9 +142,10 @@ def _used_by(function: types.FunctionType) -> Iterator[Any]:
 def reached_past(layer: nn.Module) -> bool:
     """Tell whether a layer uses parameters that it does not register, by a function or in a list.
 
-    Attributes of the layer are its own.
+    Other tensors that are attributes of the layer are its own.
     """
-    own = {id(tensor) for tensor in (*layer.parameters(), *attributes_of(layer))}
+    kept = (tensor for tensor in attributes_of(layer) if not isinstance(tensor, nn.Parameter))
+    own = {id(tensor) for tensor in (*layer.parameters(), *kept)}
     return bool(_Reached([layer]).leaves.keys() - own)
 
 

@@ -130,11 +130,15 @@ def parameter_bytes(layer: nn.Module) -> int:
 
 
 def layer_of_tensors(layers: Sequence[nn.Module]) -> dict[int, int]:
-    """Map the identity of each tensor that layers keep to the first layer that has it."""
+    """Map the identity of each tensor that layers keep to the first layer that has it.
+
+    A parameter belongs to the first that registers it, if any does.
+    """
     first: dict[int, int] = {}
-    for index, layer in enumerate(layers):
-        for tensor in (*layer.parameters(), *kept_by(layer)):
-            first.setdefault(id(tensor), index)
+    for tensors_of in (nn.Module.parameters, kept_by):
+        for index, layer in enumerate(layers):
+            for tensor in tensors_of(layer):
+                first.setdefault(id(tensor), index)
     return first
 
 

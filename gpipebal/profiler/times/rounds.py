@@ -73,7 +73,8 @@ class Pace:
             rounds may take, from now on.
         least: Rounds, whatever the limit.
         most: Rounds, whatever the time.
-        told: Called after each round of the chain or of a layer, from any thread.
+        told: Called after each round of the chain, or, one layer at a time, after each layer; from
+            any thread.
     """
 
     limit_of: Callable[[float], float]
