@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from gpipebal import GPipe
-from gpipebal.pipeline.workers import blame
+from gpipebal.pipeline.process import engine_state
 
 MODES = ("never", "except_last", "always")
 
@@ -137,7 +137,7 @@ def test_saved_tensor_hooks_are_not_called_to_find_out() -> None:
 
 def test_without_numbers_of_nodes_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch that does not number its nodes, or does it otherwise, costs the name alone."""
-    monkeypatch.setattr(blame, "_known", None)
+    monkeypatch.setattr(engine_state, "next_node", lambda: None)
     pipe = GPipe(nn.Sequential(nn.Linear(3, 3), Raises()), [1, 1], chunks=2)
     notes = notes_of(pipe)
     assert "in the backward of" not in notes

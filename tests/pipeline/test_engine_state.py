@@ -41,3 +41,56 @@ def test_keeping_the_graph_is_seen(keep: bool) -> None:
 def test_gradients_of_inputs_alone_are_seen() -> None:
     """will_run() is False for a leaf that torch.autograd.grad was not asked for."""
     assert ask(lambda loss, x: torch.autograd.grad(loss, x)) == (False, False)
+
+
+def test_the_backward_and_the_node_that_run_are_seen() -> None:
+    """One number for all nodes of a backward, another for the next; and nothing outside."""
+    seen: list[tuple[int | None, str]] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    for node in (y.grad_fn, y.sum().grad_fn):
+        assert node is not None
+    z = y.sum()
+    for one in (y, z):
+        one.register_hook(
+            lambda gradient: seen.append(
+                (engine_state.current_backward(), type(engine_state.current_node()).__name__)
+            )
+        )
+    for _ in range(2):
+        z.backward(retain_graph=True)
+    numbers = [number for number, _ in seen]
+    assert None not in numbers and numbers[0] == numbers[1] != numbers[2] == numbers[3]
+    assert engine_state.current_backward() is None and engine_state.current_node() is None
+
+
+def test_nodes_are_numbered_as_they_are_made() -> None:
+    """The next node of a thread has the number that is told before."""
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(3):
+        number = engine_state.next_node()
+        y = x * 2
+        assert y.grad_fn is not None
+        assert number is None or number == y.grad_fn._sequence_nr()
+
+
+def test_hooks_of_the_innermost_block_are_seen() -> None:
+    """None outside of all blocks."""
+    pack, unpack = (lambda tensor: tensor), (lambda tensor: tensor)
+    assert engine_state.top_saved_tensors_hooks() is None
+    with torch.autograd.graph.save_on_cpu(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        assert engine_state.top_saved_tensors_hooks() == (pack, unpack)
+    assert engine_state.top_saved_tensors_hooks() is None
+
+
+def test_transforms_are_seen() -> None:
+    """Inside of a function that torch.func transforms, and nowhere else."""
+    inside: list[bool] = []
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        inside.append(engine_state.is_transformed())
+        return 2 * x
+
+    torch.func.vmap(double)(torch.ones(3))
+    double(torch.ones(3))
+    assert inside == [True, False]

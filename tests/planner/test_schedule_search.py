@@ -316,13 +316,22 @@ def test_impossible_requests() -> None:
 
 def test_limits_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """With fewer trials than splits that remain, nothing is claimed to be proven."""
-    times = [1, 5, 2, 4, 3, 3, 4, 2, 5, 1, 2, 2]
-    problem = Problem(times, times, times, 4, 8, "never")
-    assert search_schedule(problem, "interleaved_1f1b").status == "optimal"
-    monkeypatch.setattr(schedules, "MOST_TRIALS", 200)
-    found = search_schedule(problem, "interleaved_1f1b", most_trials=20)
-    assert found is not None
-    assert found.status == "feasible" or found.method == "schedule search"
+    times = [(7 * k) % 11 + 1 for k in range(24)]
+    problem = Problem(times, times, times, 6, 12, "never")
+    counted, placed = list[int](), ScheduleCosts.makespans
+
+    def counting(self: ScheduleCosts, splits: Any, *more: Any) -> Any:
+        counted.append(len(splits))
+        return placed(self, splits, *more)
+
+    monkeypatch.setattr(ScheduleCosts, "makespans", counting)
+    for limit in (200, 2000):
+        monkeypatch.setattr(schedules, "MOST_TRIALS", limit)
+        counted.clear()
+        found = search_schedule(problem, "interleaved_1f1b")
+        assert found is not None
+        assert found.status == "feasible" and found.method == "schedule search"
+        assert limit / 2 <= sum(counted) <= limit
 
 
 @settings(max_examples=60, deadline=None)

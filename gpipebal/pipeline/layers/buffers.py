@@ -12,7 +12,7 @@ the cell holds on to it.
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -289,7 +289,7 @@ class Buffers:
 class BuffersOfRun(Buffers):
     """The buffers of a run's layers, and the modes in which writes to them have been looked for."""
 
-    def __init__(self, of_run: Modules, foreign: Container[int] = ()) -> None:
+    def __init__(self, of_run: Modules, foreign: Set[int] = frozenset()) -> None:
         self.modules = of_run
         modules = list(self.modules)
         slots = [(module, name, b) for module in modules for name, b in module._buffers.items()]

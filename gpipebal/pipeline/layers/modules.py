@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence, Set
 from itertools import chain
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -60,7 +60,7 @@ class Modules:
             ``id``; layers may have them too.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], others: Container[int] = ()) -> None:
+    def __init__(self, layers: Sequence[nn.Module], others: Set[int] = frozenset()) -> None:
         self.copies = WeakValueDictionary[int, Tensor]()
         self._others = others
         found = dict.fromkeys(module for layer in layers for module in layer.modules())
@@ -69,7 +69,7 @@ class Modules:
         self._child_views = [module._modules.values() for module in self._modules]
         self._parameter_views = [module._parameters.values() for module in self._modules]
         # An embedding may limit the norm of its rows in place: doing so again changes nothing.
-        self._written_views = [
+        self._counted_views = [
             module._parameters.values()
             for module in self._modules
             if getattr(module, "max_norm", None) is None
@@ -112,7 +112,7 @@ class Modules:
         parameter has been written to.
         """
         found = [p for p in self.parameters() if not is_lazy(p) and not p.is_inference()]
-        written = (p for p in chain.from_iterable(self._written_views) if p is not None)
+        written = (p for p in chain.from_iterable(self._counted_views) if p is not None)
         return (
             self.mode(),
             tuple(map(id, self._nested())),
@@ -122,7 +122,7 @@ class Modules:
 
     def counted(self) -> list[nn.Parameter]:
         """List the parameters whose writes count, which are all that no embedding limits."""
-        found = chain.from_iterable(self._written_views)
+        found = chain.from_iterable(self._counted_views)
         return [one for one in found if one is not None and id(one) not in self._others]
 
     def write_counts(self) -> WriteCounts:

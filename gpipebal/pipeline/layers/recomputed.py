@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
@@ -32,15 +32,13 @@ from gpipebal.pipeline.layers.modules import Modules
 from gpipebal.pipeline.layers.proxy import Proxy
 from gpipebal.pipeline.layers.written import ParameterWrites
 from gpipebal.pipeline.process.checkpoint import is_checkpointing, is_recomputing, phase
+from gpipebal.pipeline.process.engine_state import current_backward
 from gpipebal.pipeline.randomness.randomness import Repeatable, current_randomness
 from gpipebal.pipeline.values.microbatch import find_overlaps
 from gpipebal.pipeline.values.tensors import copy_of, version_of
 from gpipebal.skip.skippable import is_skippable
 
 __all__ = ["Recomputed", "with_recompute"]
-
-#: What torch calls the backward that runs where none does.
-_NO_BACKWARD = -1
 
 #: So many forms of a run's inputs are remembered with what the run writes to.
 _MOST_FORMS = 64
@@ -145,7 +143,7 @@ class Recomputed(Proxy):
     _run: tuple[tuple[str, nn.Module], ...]
     _of_run: BuffersOfRun | None
     _written: dict[Hashable, frozenset[int]]
-    _foreign: Container[int]
+    _foreign: Set[int]
 
     def __init__(self, layer: nn.Module, run: Sequence[tuple[str, nn.Module]]) -> None:
         super().__init__(layer)
@@ -162,7 +160,7 @@ class Recomputed(Proxy):
         """The layers of the run that it begins."""
         return tuple(layer for _, layer in self._run)
 
-    def keep_off(self, buffers: Container[int]) -> None:
+    def keep_off(self, buffers: Set[int]) -> None:
         """Leave buffers alone that another worker may read, given by ``id``, while they exist."""
         self.__dict__.update(_of_run=None, _foreign=buffers)
 
@@ -355,7 +353,7 @@ class _Again(AbstractContextManager[None]):
         self.kept = buffers.keep()
         self.writes = ParameterWrites(buffers.modules, alone=True)
         self._entered: list[ExitStack] = []
-        self._checked_in = _NO_BACKWARD
+        self._checked_in: int | None = None
 
     def follow(self, result: Any) -> None:
         """Let the parameters be looked at when a backward comes to the result of the forward.
@@ -377,8 +375,8 @@ class _Again(AbstractContextManager[None]):
 
     def _check_parameters(self) -> None:
         """Look at the parameters, once in a backward."""
-        backward = torch._C._current_graph_task_id()
-        if backward == _NO_BACKWARD or backward != self._checked_in:
+        backward = current_backward()
+        if backward is None or backward != self._checked_in:
             self.writes.check()
         self._checked_in = backward
 

@@ -59,11 +59,10 @@ class Cell:
     """
 
     __slots__ = (
+        "_buffers_before",
         "_draws",
         "_grad",
         "_input",
-        "_keep",
-        "_kept",
         "_kind",
         "_leaves",
         "_marks",
@@ -74,6 +73,7 @@ class Cell:
         "_partition",
         "_promised",
         "_protect",
+        "_retains",
         "_roots",
         "_seed",
         "_states",
@@ -104,7 +104,7 @@ class Cell:
         self._n_inputs = 0
         self._kind: Any = None
         self._versions: list[int | None] = []
-        self._keep = False
+        self._retains = False
         self._parameters = True
         self.release()
 
@@ -114,7 +114,7 @@ class Cell:
         self._leaves: list[Tensor | None] = []
         self._roots: list[tuple[GradientEdge, torch.device] | None] = []
         self._marks: list[int] = []
-        self._kept: Kept | None = None
+        self._buffers_before: Kept | None = None
         self._promised: list[bool] = []
         self._states: States = []
         self._draws: Mapping[int | str, int] = {}
@@ -155,7 +155,7 @@ class Cell:
             writes.end_forward()
             self._input = _with_copies(packet)
             self._versions = versions
-            self._kept = result.kept
+            self._buffers_before = result.kept
             self._promised = result.needs_gradient
             self._states = states or []
             self._draws = randomness.draws
@@ -174,7 +174,7 @@ class Cell:
 
     def begin_backward(self, *, keep: bool, parameters: bool) -> None:
         """Say how the coming backward is meant; called before the workers start."""
-        self._keep = keep
+        self._retains = keep
         self._parameters = parameters
 
     def recompute(self, state: CallerState) -> None:
@@ -184,7 +184,7 @@ class Cell:
             ModelError: the kept input or a parameter was written to, or a layer does not do what it
                 did before.
         """
-        packet, kept, writes = self._input, self._kept, self._writes
+        packet, kept, writes = self._input, self._buffers_before, self._writes
         if packet is None or kept is None or writes is None:
             return  # no output needs a gradient
         if [*map(version_of, packet.leaves)] != self._versions:
@@ -202,12 +202,12 @@ class Cell:
                 packet,
                 Pass(self._kind, state, randomness, self._tail, marks),
                 promised=self._promised,
-                kept=kept.again() if self._keep else kept,
+                kept=kept.again() if self._retains else kept,
             )
         writes.check(recomputed=True)
         randomness.check_draws(self._draws)
-        if not self._keep:
-            self._input, self._kept, self._tail, self._writes = None, None, None, None
+        if not self._retains:
+            self._input, self._buffers_before, self._tail, self._writes = None, None, None, None
             self._states = []
         self._leaves = _wanted(packet, leaves)
         self._roots, self._marks = _roots_of(outputs), marks
@@ -223,7 +223,7 @@ class Cell:
                 # A layer may return a tensor that is on the host.
                 seeds.append(gradient if gradient.device == end[1] else gradient.to(end[1]))
         wanted = [leaf for leaf in self._leaves if leaf is not None]
-        keep = self._keep and not self.checkpointed
+        keep = self._retains and not self.checkpointed
         if roots and (self._parameters or wanted):
             randomness = OwnRandomness(self._seed, self._micro_batch)
             randomness.enter_backward(self._partition.index)

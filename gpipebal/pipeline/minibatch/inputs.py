@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from gpipebal.errors import ModelError, PipelineError
 from gpipebal.pipeline.observers.ledger import Ledger
-from gpipebal.pipeline.randomness.random_ops import is_transformed
+from gpipebal.pipeline.process.engine_state import is_transformed
 from gpipebal.pipeline.values.microbatch import (
     Call,
     check_nothing_hidden,

@@ -42,7 +42,7 @@ from gpipebal.pipeline.minibatch.routes import Routes
 from gpipebal.pipeline.observers.watchers import Watchers
 from gpipebal.pipeline.process.caller import CallerState
 from gpipebal.pipeline.randomness.randomness import new_seed
-from gpipebal.pipeline.values.lane import caller_events
+from gpipebal.pipeline.values.lane import current_events
 from gpipebal.pipeline.values.microbatch import Packet, find_overlaps
 from gpipebal.pipeline.workers.failures import Failures
 from gpipebal.pipeline.workers.inbox import InboxClosedError, Stop
@@ -97,7 +97,7 @@ class MiniBatch:
         self._routes = Routes(
             runtime.partitions, self.lanes, self._stop, watchers.ledger, watchers.record
         )
-        self._tied = runtime.tied.sums(grad=self.grad)
+        self._sums = runtime.tied.sums(grad=self.grad)
         self._spent = not self.grad
         self._seed = new_seed()
         recomputed = {action[::2] for row in schedule.rows for action in row if action.kind == "R"}
@@ -120,7 +120,7 @@ class MiniBatch:
             for partition, mode in [(part, part.modules.mode()) for part in runtime.partitions]
         ]
         self._ready = starts = [lane.follow_caller() for lane in self.lanes]
-        ready = [starts[0], *caller_events(inputs.micro_batches[0])]
+        ready = [starts[0], *current_events(inputs.micro_batches[0])]
         for i, leaves in enumerate(inputs.micro_batches):
             self._routes.put_input(
                 i,
@@ -129,10 +129,12 @@ class MiniBatch:
                 ),
             )
         self._target_ready = [starts[-1], *(loss.events() if loss is not None else ())]
+        # By partition, what marks the end of the phase that ran last.
+        self._done: list[Any] = []
         # Parameters without a gradient, by partition, while backwards run.
         self._new: list[NewGradients] = []
         # What recomputes need unchanged, by partition: the layers' modes and parameters.
-        self._states: dict[int, Any] = {}
+        self._conditions: dict[int, Any] = {}
         # Keeping them here would keep their memory.
         inputs.micro_batches = []
 
@@ -145,7 +147,7 @@ class MiniBatch:
         self._run_forward_phase("F")
         for partition, cells in zip(self.runtime.partitions, self._cells, strict=True):
             if any(cell.checkpointed for cell in cells):
-                self._states[partition.index] = partition.modules.condition()
+                self._conditions[partition.index] = partition.modules.condition()
         self.outputs = [self._routes.take_output(i) for i in range(self.chunks)]
         for packet in self.outputs:
             self.lanes[-1].give_to_caller(packet.leaves, packet.ready)
@@ -219,14 +221,14 @@ class MiniBatch:
 
     def _begin_gradients(self, *, parameters: bool) -> None:
         self._new = [NewGradients() for _ in self.runtime.partitions] if parameters else []
-        for sums in self._tied:  # an interrupted backward may have left some
+        for sums in self._sums:  # an interrupted backward may have left some
             sums.clear()
 
     def _take_input_gradients(self) -> list[list[Tensor | None]]:
         found = [self._routes.take_input_gradients(i) for i in range(self.chunks)]
         for leaves, ready in found:
             self.lanes[0].give_to_caller(leaves, ready)
-        self.runtime.tied.add_up(self._tied, self.lanes)
+        self.runtime.tied.add_up(self._sums, self.lanes)
         return [list(leaves) for leaves, _ in found]
 
     def _run_forward_phase(self, kinds: str) -> None:
@@ -235,7 +237,7 @@ class MiniBatch:
         self._statistics.commit()
 
     def _check_unchanged(self) -> None:
-        for j, state in self._states.items():
+        for j, state in self._conditions.items():
             if self.runtime.partitions[j].modules.condition() != state:
                 raise PipelineError(
                     f"the checkpointed micro-batches of partition {j} cannot be "
@@ -252,7 +254,7 @@ class MiniBatch:
     def _run_rows(self, rows: Sequence[Sequence[Action]]) -> None:
         """Let every worker run its row; return when all have, raise when one failed."""
         pool = self.runtime.pool
-        self._done: list[Any] = [None] * len(rows)
+        self._done = [None] * len(rows)
         tasks = [
             partial(self.state.variables.copy().run, self._run_row, j, row)
             for j, row in enumerate(rows)
@@ -289,7 +291,7 @@ class MiniBatch:
             with (
                 ledger.watch(j) if ledger else nullcontext(),
                 gathering(self._statistics),
-                self.runtime.tied.collecting(self._tied[j]),
+                self.runtime.tied.collecting(self._sums[j]),
             ):
                 steps = StepsInHooks(
                     self.runtime.partitions[j].modules,
@@ -316,44 +318,51 @@ class MiniBatch:
             activity.rest()
 
     def _run_action(self, action: Action) -> None:
-        j, kind, i = action
-        cell, lane = self._cells[j][i], self.lanes[j]
-        loss = self._loss_in(j)
-        if kind == "F":
-            packet = self._routes.take_input(j, i)
-            started = self._begin(action)
-            tail = None if loss is None else loss.of(i, lane, self._target_ready, self._meet)
-            output = cell.forward(packet, self.state, tail)
-            del packet  # memory that it shares with the output is the receiver's to free
-            self._watchers.ended(action, started, lane)
-            if loss is None:
-                self._routes.put_output(j, i, output._replace(ready=lane.mark(output.leaves)))
-            else:
-                self.losses[i] = loss.take(output)
-        elif kind == "R":
-            # A recompute waits for nothing, so a failed mini-batch has to be noticed here.
-            self._stop.check()
-            started = self._begin(action)
-            cell.recompute(self.state)
-            self._watchers.ended(action, started, lane)
+        run = {"F": self._run_forward, "R": self._run_recompute, "B": self._run_backward}
+        run[action.kind](action)
+
+    def _run_forward(self, action: Action) -> None:
+        j, _, i = action
+        lane, loss = self.lanes[j], self._loss_in(j)
+        packet = self._routes.take_input(j, i)
+        started = self._begin(action)
+        tail = None if loss is None else loss.of(i, lane, self._target_ready, self._meet)
+        output = self._cells[j][i].forward(packet, self.state, tail)
+        del packet  # memory that it shares with the output is the receiver's to free
+        self._watchers.ended(action, started, lane)
+        if loss is None:
+            self._routes.put_output(j, i, output._replace(ready=lane.mark(output.leaves)))
         else:
-            if loss is None:
-                gradients = self._routes.take_gradients(j, i)
-            else:
-                self._stop.check()
-                gradients = [loss.gradient(i, self.losses[i])]
-            new = self._new[j] if self._new else None
-            if new is not None and not new.has_begun:
-                new.begin(self.runtime.partitions[j].modules.parameters())
-            started = self._begin(action)
-            received = cell.backward(gradients, self.state)
-            of_target = () if loss is None else loss.keep_gradients(i)
-            if new is not None:
-                new.part_from([*gradients, *received, *of_target])
-            # They may share memory with what was received, which is the receiver's from now on.
-            del gradients
-            self._watchers.ended(action, started, lane)
-            self._routes.put_gradients(j, i, received, lane.mark())
+            self.losses[i] = loss.take(output)
+
+    def _run_recompute(self, action: Action) -> None:
+        j, _, i = action
+        # A recompute waits for nothing, so a failed mini-batch has to be noticed here.
+        self._stop.check()
+        started = self._begin(action)
+        self._cells[j][i].recompute(self.state)
+        self._watchers.ended(action, started, self.lanes[j])
+
+    def _run_backward(self, action: Action) -> None:
+        j, _, i = action
+        lane, loss = self.lanes[j], self._loss_in(j)
+        if loss is None:
+            gradients = self._routes.take_gradients(j, i)
+        else:
+            self._stop.check()
+            gradients = [loss.gradient(i, self.losses[i])]
+        new = self._new[j] if self._new else None
+        if new is not None and not new.has_begun:
+            new.begin(self.runtime.partitions[j].modules.parameters())
+        started = self._begin(action)
+        received = self._cells[j][i].backward(gradients, self.state)
+        of_target = () if loss is None else loss.keep_gradients(i)
+        if new is not None:
+            new.part_from([*gradients, *received, *of_target])
+        # They may share memory with what was received, which is the receiver's from now on.
+        del gradients
+        self._watchers.ended(action, started, lane)
+        self._routes.put_gradients(j, i, received, lane.mark())
 
     def _loss_in(self, j: int) -> MicroBatchLoss | None:
         return self._loss if j == len(self.lanes) - 1 else None

@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 
 from gpipebal.errors import BalanceError, ModelError
 from gpipebal.pipeline.process.checkpoint import is_checkpointing, is_recomputing
-from gpipebal.pipeline.values.lane import Lane, caller_events
+from gpipebal.pipeline.values.lane import Lane, current_events
 from gpipebal.pipeline.values.microbatch import (
     check_nothing_hidden,
     detached,
@@ -79,7 +79,7 @@ class Target:
 
     def events(self) -> list[Any]:
         """Return what a lane must wait for before it reads the target."""
-        return caller_events(self._parts[0])
+        return current_events(self._parts[0])
 
     def receive(self, i: int, lane: Lane, ready: Any) -> list[Any]:
         """Bring the target of micro-batch `i` to the lane's device; called by its worker."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpipebal.pipeline.process.engine_state import current_backward, current_node
 from gpipebal.pipeline.process.modes import ThreadedDispatchMode
 from gpipebal.pipeline.values.tensors import has_storage, storage_key
 
@@ -65,11 +66,11 @@ class InPlace:
 
         To be called before the operation runs.
         """
-        task = torch._C._current_graph_task_id()
-        if task == -1 or torch.is_grad_enabled():
+        task = current_backward()
+        if task is None or torch.is_grad_enabled():
             self._present = None
             return None
-        node = torch._C._current_autograd_node()
+        node = current_node()
         name = "" if node is None else node.name()
         present = (task, name, None if node is None else node._sequence_nr())
         # Nodes of two threads may have one number: the later one is then taken for the earlier one,

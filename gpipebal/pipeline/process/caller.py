@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._device import DeviceContext
 
+from gpipebal.pipeline.process.engine_state import top_saved_tensors_hooks
 from gpipebal.pipeline.process.process_wide import Settings, current_settings, settings_entered
 
 __all__ = ["CallerState", "whole_call"]
@@ -55,7 +56,7 @@ class CallerState:
             ),
             device=_default_device(),
             process_wide=current_settings(),
-            saved_tensors_hooks=_top_saved_tensors_hooks(),
+            saved_tensors_hooks=top_saved_tensors_hooks(),
             variables=contextvars.copy_context(),
         )
 
@@ -138,9 +139,3 @@ def _default_device() -> torch.device | None:
         if isinstance(mode, DeviceContext):
             return mode.device
     return None
-
-
-def _top_saved_tensors_hooks() -> tuple[Any, Any] | None:
-    # Private: the only way to read hooks that the caller's `with saved_tensors_hooks` set.
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top(True) if top is not None else None

@@ -1,8 +1,10 @@
-"""What torch's autograd engine is doing right now: the only use of its private functions.
+"""What torch's autograd engine, and this thread, are doing right now.
 
-An autograd Function cannot see whether the running backward keeps the graph, or whether it asks
-for parameter gradients at all. The engine knows, and two private functions tell. They
-are called here and nowhere else; a test checks both against what they must answer.
+An autograd Function cannot see whether the running backward keeps the graph, or whether it asks for
+parameter gradients at all; nor can anything see which backward and which node run, what number the
+next node will have, which hooks a caller's block has set, or whether a transform of `torch.func` is
+at work. torch knows, and its private functions tell. They are called here and nowhere else; tests
+check each against what it must answer.
 """
 
 from __future__ import annotations
@@ -11,7 +13,29 @@ from typing import Any
 
 import torch
 
-__all__ = ["keeps_graph", "will_run"]
+__all__ = [
+    "current_backward",
+    "current_node",
+    "is_transformed",
+    "keeps_graph",
+    "next_node",
+    "top_saved_tensors_hooks",
+    "will_run",
+]
+
+#: What torch says outside of a backward.
+_NO_BACKWARD = -1
+
+
+def current_backward() -> int | None:
+    """Return the number of the backward that runs in this thread; None: none does."""
+    found: int = torch._C._current_graph_task_id()
+    return None if found == _NO_BACKWARD else found
+
+
+def current_node() -> Any:
+    """Return the node of the graph that runs in this thread; None: none does."""
+    return torch._C._current_autograd_node()
 
 
 def keeps_graph() -> bool:
@@ -25,3 +49,20 @@ def will_run(node: Any) -> bool:
     ``backward()`` runs every node; ``torch.autograd.grad`` only those on the way to its inputs.
     """
     return bool(torch._C._will_engine_execute_node(node))
+
+
+def next_node() -> int | None:
+    """Return the number that the next node of this thread will have; None: torch does not tell."""
+    known = getattr(torch._C._autograd, "_get_sequence_nr", None)
+    return None if known is None else known()
+
+
+def top_saved_tensors_hooks() -> tuple[Any, Any] | None:
+    """Return the hooks of the innermost `saved_tensors_hooks` that is open; None: none is."""
+    known = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if known is None else known(True)
+
+
+def is_transformed() -> bool:
+    """Tell whether this thread is inside of a transform of `torch.func`."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -21,7 +21,7 @@ from torch._guards import TracingContext
 
 from gpipebal.pipeline.process.modes import ThreadedDispatchMode
 
-__all__ = ["Draw", "catch_random_operations", "current_draw", "is_transformed", "prepare"]
+__all__ = ["Draw", "catch_random_operations", "current_draw", "prepare"]
 
 #: Runs a random operation: given the operation, its arguments and its keyword arguments.
 Draw = Callable[[Any, Any, dict[str, Any]], Any]
@@ -200,11 +200,6 @@ def _is_traced() -> bool:
     kinds = torch._C._TorchDispatchModeKey
     modes = [torch._C._get_dispatch_mode(kind) for kind in (kinds.PROXY, kinds.FAKE)]
     return any(mode is not None for mode in modes)
-
-
-def is_transformed() -> bool:
-    """Tell whether this thread is inside of a transform of `torch.func`."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _make_catcher() -> _Catcher | None:

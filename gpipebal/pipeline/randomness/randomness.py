@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
+from gpipebal.pipeline.process.engine_state import is_transformed
 from gpipebal.pipeline.randomness.lent import run_with_default
 from gpipebal.pipeline.randomness.random_ops import (
     catch_random_operations,
     current_draw,
-    is_transformed,
 )
 from gpipebal.pipeline.randomness.seeds import MiniBatchSeed, cell_seed
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gpipebal.pipeline.values.tensors import parts_of, plain_parts
 
-__all__ = ["CudaLane", "Lane", "Span", "caller_events", "make_lane", "record_stream"]
+__all__ = ["CudaLane", "Lane", "Span", "current_events", "make_lane", "record_stream"]
 
 #: Two points in time of a lane's `clock`.
 Span = tuple[Any, Any]
@@ -92,7 +92,7 @@ class Lane:
         Args:
             leaves: What they use: a layer of a CPU partition may have put some of it on a GPU.
         """
-        return caller_events(leaves) or None
+        return current_events(leaves) or None
 
     def give_to_caller(self, leaves: Sequence[Any], ready: Any) -> None:
         """Let the caller use tensors of this lane; called in the caller's thread."""
@@ -278,8 +278,8 @@ def _events(ready: Any) -> Sequence[Any]:
     return [event for event in ready if event is not None] if isinstance(ready, list) else [ready]
 
 
-def caller_events(leaves: Sequence[Any]) -> list[torch.cuda.Event]:
-    """Mark the caller's work on the devices of these tensors, on its current stream of each."""
+def current_events(leaves: Sequence[Any]) -> list[torch.cuda.Event]:
+    """Mark this thread's work on the devices of these tensors, on its current stream of each."""
     devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda}
     return [torch.cuda.current_stream(device).record_event() for device in devices]
 

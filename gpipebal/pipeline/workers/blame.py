@@ -9,23 +9,22 @@ between the layers of the forward, one for each layer, tell which layer it belon
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-import torch
+from gpipebal.pipeline.process import engine_state
 
 __all__ = ["failed_layers", "next_node", "note_no_graph"]
 
-_known: Callable[[], int] | None = getattr(torch._C._autograd, "_get_sequence_nr", None)
 #: Nodes that accumulate a gradient have this number, and no place in the order.
 _LAST = 2**64 - 1
 
 
 def next_node() -> int:
     """Return the number that the next node of this thread will have; 0 if torch does not tell."""
-    return 0 if _known is None else _known()
+    return engine_state.next_node() or 0
 
 
 def note_no_graph(error: RuntimeError) -> None:
@@ -56,7 +55,7 @@ def failed_layers(
     """
     nodes = {node: node._sequence_nr() for node in _graph(roots)}
     numbers = sorted({number for number in nodes.values() if number != _LAST})
-    if not numbers or not marks or _known is None:
+    if not numbers or not marks or engine_state.next_node() is None:
         return None
     states = {number: state for node, number in nodes.items() if (state := _has_freed(node))}
     freed = min((n for n, state in states.items() if state == "freed"), default=_LAST)

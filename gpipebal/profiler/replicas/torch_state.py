@@ -18,6 +18,7 @@ from torch import overrides
 from torch.utils import _python_dispatch
 
 from gpipebal.pipeline.process.blocks import all_shared_blocks
+from gpipebal.pipeline.process.engine_state import top_saved_tensors_hooks
 from gpipebal.pipeline.process.modes import notes, take_off_notes
 
 __all__ = ["torch_state_kept"]
@@ -63,7 +64,7 @@ def _found() -> list[Callable[[], None]]:
     """Remember how torch is; return what puts it back, each by itself."""
     stacks = [(stack, list(stack[0]())) for stack in _STACKS]
     noted = notes()
-    hooks, grad = _top_hooks(), torch.is_grad_enabled()
+    hooks, grad = top_saved_tensors_hooks(), torch.is_grad_enabled()
     threads, fast = torch.get_num_threads(), torch.backends.mha.get_fastpath_enabled()
     has_cache = torch.is_autocast_cache_enabled()
     blocks = [(one, one.here()) for one in all_shared_blocks()]
@@ -114,16 +115,12 @@ def _put_back_notes(before: list[bool]) -> None:
 def _put_back_hooks(before: Any) -> None:
     """Take default hooks off until those that were there are on top."""
     for _ in range(_MOST_HOOKS):
-        top = _top_hooks()
+        top = top_saved_tensors_hooks()
         if top is None or _are_same(top, before):
             break
         torch._C._autograd._pop_saved_tensors_default_hooks()
-    if before is not None and _top_hooks() is None:
+    if before is not None and top_saved_tensors_hooks() is None:
         torch._C._autograd._push_saved_tensors_default_hooks(*before)
-
-
-def _top_hooks() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def _are_same(one: Any, other: Any) -> bool:
