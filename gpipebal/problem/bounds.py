@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from gpipebal.argument_kinds import check_list, check_whole, whole_number
 from gpipebal.errors import BalanceError
 
-__all__ = ["check_bounds", "to_balance", "to_bounds"]
+__all__ = ["check_bounds", "partition_of_layers", "to_balance", "to_bounds"]
 
 
 def check_bounds(name: str, bounds: object, n_layers: int | None = None) -> tuple[int, ...]:
@@ -55,3 +55,13 @@ def to_bounds(balance: Iterable[int]) -> tuple[int, ...]:
     """
     balance = check_list("balance", balance)
     return tuple(accumulate((check_whole("balance", layers) for layers in balance), initial=0))
+
+
+def partition_of_layers(balance: Iterable[int]) -> list[int]:
+    """Return the partition of each layer.
+
+    Example:
+        >>> partition_of_layers([2, 3])
+        [0, 0, 1, 1, 1]
+    """
+    return [j for j, n_layers in enumerate(balance) for _ in range(n_layers)]

@@ -18,7 +18,7 @@ from gpipebal.pipeline.layers.devices import visible_cores
 from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profile import LayerProfile
 from gpipebal.profile.fingerprint import fingerprint
-from gpipebal.profiler.memory.layer_memory import given_their_own
+from gpipebal.profiler.memory.layer_memory import ChainGradients, LayerMemory, given_their_own
 from gpipebal.profiler.replicas.replica import layer_of_tensors, own_bytes
 from gpipebal.profiler.step.optimizer import Maker
 from gpipebal.profiler.step.step import StandInsError, optimizer_peaks, optimizer_state_bytes
@@ -32,6 +32,7 @@ __all__ = [
     "describe_layers",
     "describe_machine",
     "describe_times",
+    "known_columns",
     "main_dtype",
     "optimizer_memory",
     "software",
@@ -63,12 +64,9 @@ def describe_layers(
     }
     host_forward = settle_launches(times.host_forward, times.host_whole_forward)
     host_backward = settle_launches(times.host_backward, times.host_whole_backward)
-    owner = layer_of_tensors(modules)
-    given_own, gradients = given_their_own(found.memory), found.gradients
+    columns = known_columns(names, modules, found.memory, found.gradients, optimizer, found.flops)
     layers = tuple(
         LayerProfile(
-            name=names[k],
-            kind=type(module).__name__,
             forward_time=float(settled["forward"].times[k]),
             backward_time=float(settled["backward"].times[k]),
             recompute_time=float(settled["recompute"].times[k]),
@@ -77,12 +75,33 @@ def describe_layers(
             no_grad_forward_time=float(settled["no_grad_forward"].times[k]),
             forward_host_time=None if host_forward is None else float(host_forward[k]),
             backward_host_time=None if host_backward is None else float(host_backward[k]),
-            flops=found.flops[k],
-            optimizer_bytes=optimizer.state_of(k),
-            optimizer_peak_bytes=optimizer.peak_of(k),
-            optimizer_carried_bytes=optimizer.carried_of(k),
-            fingerprint=fingerprint(module),
-            **found.memory[k].columns(
+            **columns[k],
+        )
+        for k in range(len(modules))
+    )
+    return layers, settled
+
+
+def known_columns(
+    names: Sequence[str],
+    modules: Sequence[nn.Module],
+    memory: Sequence[LayerMemory],
+    gradients: ChainGradients,
+    optimizer: OptimizerMemory,
+    flops: Sequence[int | None],
+) -> list[dict[str, Any]]:
+    """Return the columns of each layer's profile that do not say how long it takes."""
+    owner, given_own = layer_of_tensors(modules), given_their_own(memory)
+    return [
+        {
+            "name": names[k],
+            "kind": type(module).__name__,
+            "flops": flops[k],
+            "optimizer_bytes": optimizer.state_of(k),
+            "optimizer_peak_bytes": optimizer.peak_of(k),
+            "optimizer_carried_bytes": optimizer.carried_of(k),
+            "fingerprint": fingerprint(module),
+            **memory[k].columns(
                 own_bytes(modules, k, owner),
                 names[k],
                 module,
@@ -90,10 +109,9 @@ def describe_layers(
                 memory=gradients.given[k],
                 storages=gradients.storages[k],
             ),
-        )
+        }
         for k, module in enumerate(modules)
-    )
-    return layers, settled
+    ]
 
 
 def describe_times(rows: int, settled: dict[str, Settled]) -> dict[str, Any]:

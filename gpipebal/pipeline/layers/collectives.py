@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gpipebal.errors import ModelError, PipelineError
+from gpipebal.problem.bounds import partition_of_layers
 from gpipebal.schedule import Action, Schedule
 
 __all__ = ["Talker", "check_order_of_talk", "find_talkers"]
@@ -41,7 +42,7 @@ def find_talkers(layers: Mapping[str, nn.Module], balance: Sequence[int]) -> lis
         layers: The layers, by name.
         balance: Layers of each partition.
     """
-    of_layer = [j for j, size in enumerate(balance) for _ in range(size)]
+    of_layer = partition_of_layers(balance)
     return [
         Talker(name, j, module)
         for (name, layer), j in zip(layers.items(), of_layer, strict=True)

@@ -21,6 +21,7 @@ from gpipebal.pipeline.values.lane import make_lane
 from gpipebal.pipeline.workers.partition import Partition, Route
 from gpipebal.pipeline.workers.tied import TiedParameters
 from gpipebal.pipeline.workers.worker import WorkerPool
+from gpipebal.problem.bounds import partition_of_layers
 from gpipebal.skip.layout import find_skips
 from gpipebal.skip.namespace import Namespace
 from gpipebal.skip.skippable import Skippable
@@ -124,7 +125,7 @@ def _partitions(
     layers: Mapping[str, nn.Module], balance: Sequence[int], devices: Sequence[torch.device]
 ) -> list[Partition]:
     names, chain = list(layers), list(layers.values())
-    of_layer = [j for j, size in enumerate(balance) for _ in range(size)]
+    of_layer = partition_of_layers(balance)
     routes = [
         Route(key, of_layer[source], of_layer[destination])
         for key, (source, destination) in find_skips(chain, names).items()
@@ -172,7 +173,7 @@ def check_shared(
         DuplicateLayerError: two partitions on different devices have one parameter or buffer, or
             two partitions have one deferred batch normalisation, or a lazy parameter.
     """
-    of_layer = [j for j, size in enumerate(balance) for _ in range(size)]
+    of_layer = partition_of_layers(balance)
     owner: dict[int, tuple[str, int]] = {}
     for (name, layer), j in zip(layers.items(), of_layer, strict=True):
         items: list[tuple[str, Any]] = [("parameter", p) for p in layer.parameters()]

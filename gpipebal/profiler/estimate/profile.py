@@ -14,25 +14,21 @@ from torch import Tensor, nn
 from gpipebal.errors import GpipebalError, ProfileError
 from gpipebal.pipeline.process.eager import run_eagerly
 from gpipebal.profile import LayerProfile, Profile, StepTerms
-from gpipebal.profile.fingerprint import fingerprint
 from gpipebal.profile.ties import find_ties
 from gpipebal.profiler.chain.numbers import Arrived, Numbers
 from gpipebal.profiler.chain.value import Value
-from gpipebal.profiler.describe import main_dtype, optimizer_memory, software
+from gpipebal.profiler.describe import known_columns, main_dtype, optimizer_memory, software
 from gpipebal.profiler.estimate.stand_ins import META
 from gpipebal.profiler.estimate.terms import estimate_gather, estimate_loss, estimate_optimizer
 from gpipebal.profiler.estimate.walk import Estimate, Walk
 from gpipebal.profiler.memory.layer_memory import (
     ChainGradients,
-    given_their_own,
     number_gradients,
 )
 from gpipebal.profiler.replicas.harmless import left_alone
 from gpipebal.profiler.replicas.replica import (
     bytes_of_loss,
     check_not_lazy,
-    layer_of_tensors,
-    own_bytes,
 )
 from gpipebal.profiler.replicas.torch_state import torch_state_kept
 from gpipebal.profiler.setting import choose_rows, random_numbers_kept
@@ -334,34 +330,25 @@ class _Work:
     def _layers(
         self, estimates: Sequence[Estimate], gradients: ChainGradients
     ) -> tuple[LayerProfile, ...]:
-        owner = layer_of_tensors(self.modules)
-        memory = [found.memory for found in estimates]
-        given_own = given_their_own(memory)
+        columns = known_columns(
+            self.names,
+            self.modules,
+            [found.memory for found in estimates],
+            gradients,
+            self._memory,
+            [found.costs.flops for found in estimates],
+        )
         return tuple(
             LayerProfile(
-                name=self.names[k],
-                kind=type(module).__name__,
                 forward_time=found.costs.forward_time,
                 backward_time=found.costs.backward_time,
                 recompute_time=found.costs.forward_time,
                 no_grad_forward_time=found.costs.no_grad_forward_time,
                 forward_host_time=found.costs.forward_host_time,
                 backward_host_time=found.costs.backward_host_time,
-                flops=found.costs.flops,
-                optimizer_bytes=self._memory.state_of(k),
-                optimizer_peak_bytes=self._memory.peak_of(k),
-                optimizer_carried_bytes=self._memory.carried_of(k),
-                fingerprint=fingerprint(module),
-                **found.memory.columns(
-                    own_bytes(self.modules, k, owner),
-                    self.names[k],
-                    module,
-                    given_own=given_own[k],
-                    memory=gradients.given[k],
-                    storages=gradients.storages[k],
-                ),
+                **known,
             )
-            for k, (module, found) in enumerate(zip(self.modules, estimates, strict=True))
+            for known, found in zip(columns, estimates, strict=True)
         )
 
 
