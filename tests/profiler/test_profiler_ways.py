@@ -89,7 +89,9 @@ def test_any_chain_is_measured_and_left_alone(
     sample = torch.randn(6, 3, dtype=torch.float64)
     model.double()
     before = state_of(model)
-    with contextlib.suppress(GpipebalError):
+    # Layers that need rows may refuse a size.
+    may_fail = not (NEED_ROW | NEED_ROWS).isdisjoint(names)
+    with contextlib.suppress(GpipebalError) if may_fail else contextlib.nullcontext():
         result = profile(model, sample, chunks=chunks, rows=rows, **way)
         assert result.n_layers == len(model)
         assert gb.Profile.from_dict(result.to_dict()) == result
@@ -103,10 +105,7 @@ def test_one_at_a_time_finds_the_same_memory(names: list[str], chunks: int) -> N
     assume(NEED_ROWS.isdisjoint(names) and NEED_ROW.isdisjoint(names))
     model, sample = build(names).double(), torch.randn(6, 3, dtype=torch.float64)
     options: dict[str, Any] = {"chunks": chunks, "rows": (2,)}
-    try:
-        whole = profile(model, sample, **options)
-    except GpipebalError:
-        assume(False)
+    whole = profile(model, sample, **options)
     for way in ({"one_at_a_time": True}, {"share_identical": True}):
         assert memory_of(profile(model, sample, **options, **way)) == memory_of(whole)
 
