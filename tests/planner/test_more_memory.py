@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,10 @@ import pytest
 import gpipebal as gb
 from gpipebal.errors import InfeasibleError
 from gpipebal.planner import lower_limits, solve
+from gpipebal.planner.posing import pose
+from gpipebal.planner.question import ask
+from gpipebal.planner.runs.memory import RunMemory
+from gpipebal.planner.solved import solved
 
 PROFILES = Path(__file__).parents[2] / "profiles"
 
@@ -96,3 +101,23 @@ def test_lower_limits_are_those_of_partitions_that_lack(monkeypatch: pytest.Monk
     assert any(0 in kept for kept in asked)
     assert all(a <= b for one, other in pairwise(asked) for a, b in zip(one, other, strict=True))
     assert all(sum(one) < sum(other) for one, other in pairwise(asked))
+
+
+def test_memory_is_asked_for_once_where_the_cost_is_ones_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The peaks of all runs from a layer on are made at once."""
+    asked: list[tuple[int, int]] = []
+    rows = RunMemory.rows
+
+    def counted(self: RunMemory, first: int, partition: int, mode: Any) -> Any:
+        asked.append((first, partition))
+        return rows(self, first, partition, mode)
+
+    monkeypatch.setattr(RunMemory, "rows", counted)
+    profile = gb.Profile.from_costs([1.0] * 12, saved_bytes=[10] * 12, chunks=2)
+    question = ask(profile, 3, {"cost": lambda first, end, _: (end - first) ** 2})
+    posed = pose(replace(question, limits=10**6, checkpoint="never"))
+    found = solved(posed, posed.problem, None)
+    assert found is not None and found.balance == (4, 4, 4)
+    assert len(asked) == len(set(asked)) <= 12 * 3

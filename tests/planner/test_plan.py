@@ -307,6 +307,8 @@ def test_a_file_of_version_2_is_still_read() -> None:
         {"value": float("nan")},
         {"partitions": (PartitionPlan(("a",), (), 0.0, 0.0, 0.0, memory_limit=1.5),)},  # type: ignore[arg-type]
         {"partitions": (PartitionPlan(("a",), (), 0.0, 0.0, 0.0, receive_time=-1.0),)},
+        {"partitions": (PartitionPlan(("a", "b"), ("x",), 0.0, 0.0, 0.0),)},
+        {"partitions": (PartitionPlan(("a",), (), 0.0, 1.0, 0.0, weight_time=5.0),)},
     ],
 )
 def test_impossible_values_are_refused(changes: dict[str, Any]) -> None:

@@ -158,6 +158,8 @@ def test_a_plan_of_another_chain_is_refused() -> None:
     plan = solve(gb.Profile.from_costs([1.0] * 3), 2)
     with pytest.raises(ProfileError, match=r"it has 3 layers \(expected 4\)"):
         compare_rules(gb.Profile.from_costs([1.0] * 4), plan)
+    with pytest.raises(ProfileError, match=r"its layer 2 is '2' \(expected 'x'\)"):
+        compare_rules(gb.Profile.from_costs([1.0] * 3, names=["0", "1", "x"]), plan)
 
 
 def test_other_micro_batches_are_those_of_the_plan() -> None:

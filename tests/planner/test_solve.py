@@ -202,6 +202,9 @@ def test_a_profile_of_each_type_of_device_gives_its_times() -> None:
         BalanceError, match=r"profile of a device is of another chain: devices\[1\]"
     ):
         solve(one, 2, devices=[one, other])
+    renamed = gb.Profile.from_costs([1.0, 9.0], names=["0", "x"])
+    with pytest.raises(BalanceError, match=r"devices\[1\]: its layer 1 is 'x' \(expected '1'\)"):
+        solve(one, 2, devices=[one, renamed])
 
 
 def test_limits_belong_to_devices_and_move_with_them() -> None:

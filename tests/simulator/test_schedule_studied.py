@@ -255,6 +255,13 @@ def test_unknown_names_are_refused() -> None:
             make("2f2b", 2, 2)
 
 
+def test_names_are_taken_as_people_write_them_and_others_are_sent_on() -> None:
+    """What GPipe runs is made elsewhere, which the error says."""
+    assert study_schedule("Interleaved1F1B", 2, 4) == study_schedule("interleaved_1f1b", 2, 4)
+    with pytest.raises(UnsupportedPlanError, match=r"Fix: make_schedule\('gpipe', n_partitions"):
+        study_schedule("GPipe", 2, 2)
+
+
 SINGLE = [name for name in ALL_SCHEDULES if not KNOWN_SCHEDULES[name].takes_several]
 
 

@@ -118,6 +118,8 @@ def test_counts_that_do_not_fit_are_refused() -> None:
     """Partitions must be dealt out evenly, chunks be at least one, and schedules exist."""
     with pytest.raises(BalanceError, match=r"3 partitions with 2 on every device \(expected 2"):
         compare_durations({1: equal(1, 1.0, 1.0), 2: equal(3, 1.0, 1.0)}, 4)
+    with pytest.raises(BalanceError, match=r"1 partition with 2 on .* \(expected 2 on 1 device\)"):
+        compare_durations({2: equal(1, 1.0, 1.0)}, 4)
     with pytest.raises(BalanceError, match="chunks is too small"):
         compare_durations(equal(2, 1.0, 1.0), 0)
     for each in (0, "a"):

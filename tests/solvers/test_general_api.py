@@ -248,6 +248,9 @@ def test_what_has_no_next_best_is_refused() -> None:
     problem = Problem(*CHAIN, 2, 4, "always")
     with pytest.raises(BalanceError, match=r"next best splits cannot be found: .*'always'"):
         iter_best_splits(problem)
+    peaks = replace(problem, memory=memory_of(lambda first, end, j, mode: 1, 3, "all"))
+    with pytest.raises(BalanceError, match=r"Fix: objective='bottleneck'\.$"):
+        iter_best_splits(peaks, "peak_memory")
     assert len(list(islice(iter_best_splits(problem, "bottleneck"), 2))) == 2
     assert len(list(iter_best_splits(replace(problem, checkpoint="except_last")))) == 3
 
