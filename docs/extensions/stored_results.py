@@ -127,10 +127,17 @@ def _ledger() -> dict[str, str]:
 
 def _executor() -> dict[str, str]:
     record = _load("executor")
-    from executor_benchmark.floors import floors
+    from executor_benchmark.floors import SAME_SCHEDULE, floors
     from executor_benchmark.result import Result
 
     result = Result(record)
+    longer = Result(_load("executor", "results-distributed.json"))
+    over = [
+        ratio.median
+        for case in longer.cases(*longer.workloads)
+        for way, (peer, _) in SAME_SCHEDULE.items()
+        if (ratio := longer.paired_ratio(case, way, peer)) is not None
+    ]
     found = {floor.name: floor.value for floor in floors(result)}
     cases = result.cases(*result.workloads)
     against_all = [result.ratio(case, "plain_2", PIPE) for case in cases]
@@ -146,6 +153,8 @@ def _executor() -> dict[str, str]:
         "executor_all_cores_wins": str(sum(ratio < 1 for ratio in known)),
         "executor_all_cores_most": times(1 / min(known)),
         "executor_efficiency": percent(found["efficiency of loss(pipe(x)), mean"] or 0.0),
+        "executor_distributed_least": percent(1 - min(over)),
+        "executor_distributed_most": percent(max(over) - 1),
         "executor_torchgpipe": times(found["torchgpipe / loss(pipe(x)), mean"] or 0.0),
         "uniform_one_core": _ratio(result, ("mlp", 8, "never"), "plain_1"),
         "uniform_all_cores": _ratio(result, ("mlp", 8, "never"), "plain_2"),
