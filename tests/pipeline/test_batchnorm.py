@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from gpipebal.compat.torchgpipe.batchnorm import DeferredBatchNorm as CompatBatchNorm
 from gpipebal.models.resnet import resnet
-from gpipebal.pipeline import DeferredBatchNorm, GPipe, convert_deferred_batch_norm
+from gpipebal.pipeline import (
+    DeferredBatchNorm,
+    GPipe,
+    convert_deferred_batch_norm,
+    with_recompute,
+)
+from gpipebal.pipeline.layers.batchnorm import Statistics, gathering
 from gpipebal.pipeline.layers.buffers import Buffers
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 
@@ -228,8 +234,8 @@ def test_some_micro_batches_may_have_no_values() -> None:
         assert layer.running_var.tolist() == [0.5, 0.5]
 
 
-def test_a_recompute_keeps_no_copies_of_deferred_statistics() -> None:
-    """Only a layer whose own forward may use its buffers has them copied."""
+def test_recomputes_of_a_mini_batch_share_copies_of_deferred_statistics() -> None:
+    """A layer whose own forward may write to its buffers has a copy for each micro-batch."""
 
     class Reads(nn.BatchNorm1d):
         def forward(self, input: Tensor) -> Tensor:
@@ -243,5 +249,42 @@ def test_a_recompute_keeps_no_copies_of_deferred_statistics() -> None:
     kept = []
     for layer in layers:
         modules = list(convert_deferred_batch_norm(nn.Sequential(layer)).modules())
-        kept.append(len(Buffers(modules, frozenset()).keep().copies))
-    assert kept == [0, 3, 0, 3]
+        buffers, statistics = Buffers(modules, frozenset()), Statistics()
+        with gathering(statistics):
+            # Copies of two micro-batches, and of one after the end of the mini-batch.
+            copies = [*buffers.keep().copies.values(), *buffers.keep().copies.values()]
+            statistics.commit()
+            copies += buffers.keep().copies.values()
+        kept.append(len(set(map(id, copies))))
+    assert kept == [6, 9, 6, 9]
+
+
+class Renorm(nn.Module):
+    """A layer that also reads the running statistics, as they are before the mini-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, variance = self.norm.running_mean, self.norm.running_var
+        assert mean is not None and variance is not None
+        return self.norm(x) * variance.sqrt() + mean
+
+
+@pytest.mark.parametrize("runs", [[], [[1, 2]]])
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_a_recompute_reads_the_statistics_that_its_forward_read(
+    checkpoint: CheckpointMode, runs: list[list[int]]
+) -> None:
+    """They are updated in between; gradients are the same in every mode and in runs."""
+    found = []
+    for mode, of_mode in (("never", []), (checkpoint, runs)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), Renorm(), nn.Linear(4, 4))
+        chain = with_recompute(convert_deferred_batch_norm(model), of_mode) if of_mode else model
+        pipe = GPipe(chain, [3], chunks=2, checkpoint=mode, deferred_batch_norm=not of_mode)
+        for _ in range(2):
+            pipe(5 * torch.randn(8, 4)).square().sum().backward()
+        found.append([parameter.grad for parameter in pipe.parameters()])
+    torch.testing.assert_close(found[1], found[0])

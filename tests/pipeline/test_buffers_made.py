@@ -11,6 +11,7 @@ from chains import run_plain
 from torch import Tensor, nn
 
 import gpipebal as gb
+from gpipebal.errors import ModelError
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 
 
@@ -136,3 +137,52 @@ def test_an_output_of_some_micro_batches_only_is_refused(rows: list[float]) -> N
     inputs = torch.tensor(rows)[:, None].expand(4, 2).contiguous()
     with pytest.raises(gb.errors.ModelError, match=r"differ: .*\[1\] is a .* in micro-batch 1"):
         pipe(inputs)
+
+
+class Masked(nn.Module):
+    """A layer with a mask, which several may share."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.mask  # type: ignore[no-any-return, operator]
+
+
+def masked(mode: CheckpointMode | None) -> tuple[nn.Sequential, nn.Module]:
+    """Return a chain whose layers share a mask, and what runs it."""
+    torch.manual_seed(0)
+    mask = torch.ones(4)
+    model = nn.Sequential(Masked(mask), nn.Tanh(), Masked(mask))
+    run = model if mode is None else gb.GPipe(model, [2, 1], chunks=2, checkpoint=mode)
+    return model, run
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_a_shared_buffer_that_is_replaced_is_the_forwards_in_a_recompute(
+    checkpoint: CheckpointMode,
+) -> None:
+    """Of two mini-batches each is recomputed with its own mask, in both partitions."""
+    found = []
+    for mode in (None, checkpoint):
+        model, run = masked(mode)
+        outputs = []
+        for mask in (torch.tensor([1.0, 0, 1, 0]), torch.tensor([0.0, 1, 0, 1])):
+            for k in (0, 2):
+                model[k].mask = mask
+            outputs.append(run(torch.ones(4, 4)))
+        (outputs[0].sum() + 2 * outputs[1].sum()).backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_shared_buffer_that_is_written_to_before_a_recompute_is_refused() -> None:
+    """As torch refuses it where nothing is recomputed; the next mini-batch is right."""
+    model, run = masked("always")
+    output = run(torch.ones(4, 4))
+    model[0].mask.mul_(0.5)  # type: ignore[union-attr, operator]
+    with pytest.raises(ModelError, match="'mask' of a Masked has several partitions"):
+        output.sum().backward()
+    run(torch.ones(4, 4)).sum().backward()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipebal as gb
@@ -348,3 +350,28 @@ def test_gradients_cleared_between_forward_and_backward_change_nothing(checkpoin
 
     expected = train(lambda x: torch.cat([plain(part) for part in x.split(2)]), plain)
     torch.testing.assert_close(train(pipe, model), expected)
+
+
+def test_a_flat_gradient_may_be_attached_after_the_forward() -> None:
+    """A caller's `zero_grad` puts parts of one tensor into `.grad`: they stay there."""
+
+    def run(make: Callable[[nn.Sequential], nn.Module]) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4), nn.Tanh())
+        net, parameters = make(model), list(model.parameters())
+        flat = torch.zeros(sum(parameter.numel() for parameter in parameters))
+        x = torch.arange(8)
+        for _ in range(2):
+            # A head outside of the pipeline has the first weight too.
+            loss = F.cross_entropy(net(x) @ model[0].weight.T, x)
+            flat.zero_()
+            start = 0
+            for parameter in parameters:
+                end = start + parameter.numel()
+                parameter.grad = flat[start:end].view_as(parameter)
+                start = end
+            loss.backward()
+        return flat
+
+    mine = run(lambda model: gb.GPipe(model, [1, 2], chunks=2))
+    torch.testing.assert_close(mine, run(lambda model: model))

@@ -359,3 +359,20 @@ def test_a_loss_that_has_a_parameter_of_a_layer_that_limits_it() -> None:
     losses[1](plain(rows())).backward()
     for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+class Constrained(nn.Linear):
+    """A layer that knows the largest norm that its weight may have, and does not limit it."""
+
+    max_norm = 1.0
+
+
+def test_only_embeddings_limit_their_weights_unseen() -> None:
+    """A step between a forward and its recompute is refused, whatever attributes a layer has."""
+    model = nn.Sequential(Constrained(4, 4), nn.Tanh())
+    pipe = GPipe(model, [1, 1], chunks=2, checkpoint="always")
+    output = pipe(torch.ones(4, 4))
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+    with pytest.raises(PipelineError, match="a parameter was written to"):
+        output.sum().backward()

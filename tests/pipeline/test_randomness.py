@@ -10,7 +10,9 @@ from random_chains import Apply
 from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from gpipebal.errors import ModelError
 from gpipebal.pipeline import GPipe, is_checkpointing, is_recomputing
 from gpipebal.pipeline.randomness import random_ops
 from gpipebal.pipeline.randomness.random_ops import prepare
@@ -173,3 +175,27 @@ def test_operations_that_run_functions_run_without_the_key(monkeypatch: pytest.M
     output = pipe(torch.ones(4, 4))
     output.sum().backward()
     torch.testing.assert_close(output, model(torch.ones(4, 4)))
+
+
+def test_a_layer_that_is_run_again_inside_of_its_forward_may_not_draw() -> None:
+    """By torch.utils.checkpoint and a backward of its own: other numbers would go unseen."""
+
+    class Local(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+            self.dropout = nn.Dropout(0.5)
+
+        def head(self, x: Tensor) -> Tensor:
+            return (self.dropout(x) * self.weight).square()
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch_checkpoint(self.head, x.detach(), use_reentrant=False).sum().backward()
+            return x * 1
+
+    model = nn.Sequential(Local(), nn.Linear(8, 1))
+    pipe = GPipe(model, [1, 1], checkpoint="never")
+    with pytest.raises(ModelError, match="draws random numbers while it is run again"):
+        pipe(torch.ones(1, 8))
+    model[0].dropout.p = 0.0
+    pipe(torch.ones(1, 8)).sum().backward()

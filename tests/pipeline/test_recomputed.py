@@ -598,3 +598,25 @@ def test_run_goes_the_same_way_whatever_the_strides_of_its_input(how: str, insid
         run(x).sum().backward()
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_a_layer_in_a_run_has_its_own_state_dict() -> None:
+    """One that saves only some of what it has does so in a run too."""
+
+    class Adapter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.more = nn.Linear(4, 4), nn.Parameter(torch.zeros(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base(x) + x @ self.more
+
+        def state_dict(self, *, destination: Any = None, prefix: str = "", **_: Any) -> Any:
+            destination = {} if destination is None else destination
+            destination[f"{prefix}more"] = self.more.detach()
+            return destination
+
+    model = nn.Sequential(Adapter(), nn.Tanh())
+    again = with_recompute(model, [[0, 1]])
+    pipe = gb.GPipe(again, [2])
+    assert list(again.state_dict()) == list(pipe.state_dict()) == list(model.state_dict())

@@ -418,3 +418,24 @@ def test_errors_name_the_argument_that_helps() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(DeviceError, match="this machine has 0 CUDA devices"):
             GPipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=[0])
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_what_a_layer_writes_to_depends_on_what_it_is_given(checkpoint: CheckpointMode) -> None:
+    """Also where it is one tensor, in containers that differ."""
+
+    class Pick(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, given: dict[str, Tensor]) -> Tensor:
+            x = given["image"] if "image" in given else given["text"].mul_(2)
+            return self.linear(x)
+
+    plain = nn.Sequential(Pick(), nn.Linear(4, 4))
+    pipe = GPipe(copy.deepcopy(plain), [1, 1], chunks=2, checkpoint=checkpoint)
+    for model in (pipe, plain):
+        for name in ("image", "text", "image"):
+            model({name: torch.ones(4, 4)}).sum().backward()
+    torch.testing.assert_close(pipe[0].linear.weight.grad, plain[0].linear.weight.grad)

@@ -13,7 +13,7 @@ from chains import run_plain
 from torch import Tensor, nn
 
 from gpipebal.errors import DuplicateLayerError, ModelError
-from gpipebal.pipeline import GPipe
+from gpipebal.pipeline import GPipe, is_recomputing
 from gpipebal.pipeline.workers.runtime import check_shared
 from gpipebal.pipeline.workers.tied import leaves_behind
 from gpipebal.schedule import CHECKPOINT_MODES, SCHEDULES, CheckpointMode
@@ -314,3 +314,43 @@ def test_a_refused_parameter_is_refused_at_every_forward(monkeypatch: pytest.Mon
     plain.zero_grad()
     plain(torch.ones(2, 4)).sum().backward()
     torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)
+
+
+class Local(nn.Module):
+    """A layer that trains a weight by a loss of its own, in its forward."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+        self.found: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and not is_recomputing():
+            (x.detach() @ self.weight).square().mean().backward()
+            assert self.weight.grad is not None
+            self.found = self.weight.grad.clone()
+        return x @ self.weight
+
+
+class Use(nn.Module):
+    """A layer with the same weight."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def test_a_layers_own_backward_adds_to_a_weight_of_two_partitions() -> None:
+    """At once, as in the plain model, and the pipeline's backward adds to that."""
+    found = []
+    for balance in ([3], [2, 1]):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(4, 4))
+        model = nn.Sequential(Use(weight), nn.Tanh(), Local(weight))
+        output = GPipe(model, balance, checkpoint="never")(torch.ones(2, 4))
+        output.sum().backward()
+        found.append((model[2].found, weight.grad))
+    torch.testing.assert_close(found[1], found[0])

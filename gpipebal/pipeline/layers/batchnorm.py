@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from gpipebal.pipeline.process.checkpoint import is_recomputing
 from gpipebal.pipeline.values.lane import record_stream
+from gpipebal.pipeline.values.tensors import copy_of, version_of
 
 __all__ = [
     "SEEN",
@@ -65,11 +66,28 @@ class _Moments:
 
 
 class Statistics:
-    """What the deferred layers have seen of one mini-batch."""
+    """What the deferred layers have seen of one mini-batch, and their statistics before it.
+
+    Until it is over no layer writes to its running statistics. A recompute that comes later finds a
+    copy of them as they were, one for all micro-batches.
+    """
 
     def __init__(self) -> None:
         self._moments: dict[DeferredBatchNorm, _Moments] = {}
         self._adding = threading.Lock()
+        # By identity, buffers with their copies, and how often they had been written to.
+        self._before: dict[int, tuple[Tensor, Tensor, int | None]] = {}
+        self._is_over = False
+
+    def copy_of(self, buffer: Tensor) -> Tensor:
+        """Return a copy of a running statistic; called by the worker of its layer."""
+        known, version = self._before.get(id(buffer)), version_of(buffer)
+        if known is not None and known[2] == version and version is not None:
+            return known[1]
+        copy = copy_of(buffer.detach())
+        if not self._is_over:
+            self._before[id(buffer)] = buffer, copy, version
+        return copy
 
     def add(self, layer: DeferredBatchNorm, count: int, mean: Tensor, variance: Tensor) -> None:
         """Take in what a layer saw of one micro-batch; `variance` is the unbiased one."""
@@ -86,6 +104,8 @@ class Statistics:
     def commit(self) -> None:
         """Update every layer's running statistics, once; afterwards nothing is gathered."""
         moments, self._moments = self._moments, {}
+        # The cells have the copies; those of later passes would be of something else.
+        self._before, self._is_over = {}, True
         # Each update reads what it writes; mini-batches of two threads may end at the same time.
         with _committing:
             for layer, seen in moments.items():
@@ -99,6 +119,10 @@ class Statistics:
 
 class _Nothing(Statistics):
     """Takes nothing in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_over = True
 
     def add(self, layer: DeferredBatchNorm, count: int, mean: Tensor, variance: Tensor) -> None:
         """Ignore what a layer saw: it saw the same in its forward."""
@@ -124,6 +148,11 @@ def gathering(statistics: Statistics | None) -> Iterator[None]:
         yield
     finally:
         _current.statistics = before
+
+
+def copy_before(buffer: Tensor) -> Tensor:
+    """Return a copy of a running statistic; in a mini-batch, the one for all its micro-batches."""
+    return (_current.statistics or SEEN).copy_of(buffer)
 
 
 def is_gathering() -> bool:
@@ -154,8 +183,8 @@ class DeferredBatchNorm(nn.modules.batchnorm._BatchNorm):
     #: The class that a converted layer had; None for a layer made as deferred.
     plain_class: type[nn.Module] | None = None
 
-    #: Buffers that no pass over a micro-batch writes to and no recompute reads, so that a
-    #: checkpointed micro-batch need not keep copies of them.
+    #: Buffers that no pass over a micro-batch writes to, so that the checkpointed micro-batches of
+    #: a mini-batch can share one copy of them, which other layers may read.
     buffers_left_alone = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
     def __init_subclass__(cls, **arguments: Any) -> None:

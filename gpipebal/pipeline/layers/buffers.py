@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from gpipebal.errors import ModelError
+from gpipebal.pipeline.layers.batchnorm import copy_before
 from gpipebal.pipeline.layers.cached_weights import forget_cached_weights
 from gpipebal.pipeline.layers.modules import Modules
 from gpipebal.pipeline.values.tensors import are_equal, bytes_of, copy_of, parts_of, version_of
@@ -100,12 +101,14 @@ class Buffers:
             once.setdefault(id(module._buffers), (module, module._buffers))
         self._modules = [module for module, _ in once.values()]
         self._foreign = foreign
-        # No recompute writes to them: other partitions' buffers, and those whose layer says so.
-        self._left_alone = foreign | {
+        # Running statistics that are updated when the mini-batch is over.
+        self._deferred = {
             (module, name)
             for module in modules
             for name in getattr(type(module), "buffers_left_alone", ())
         }
+        # No layer writes to them: other partitions' buffers, and these.
+        self._left_alone = foreign | self._deferred
         # Large buffers that have been seen to change.
         self._written: set[BufferSlot] = set()
         # The modules' own buffers, while a recompute sees copies in their places.
@@ -118,14 +121,15 @@ class Buffers:
         empty: set[BufferSlot] = set()
         copied = _Copied()
         for place, buffer in self._slots():
-            if place in self._left_alone:
-                continue  # no layer writes to it, and another worker may be reading it
             if buffer is None:
                 empty.add(place)
             elif is_lazy(buffer):
                 copies[place] = None
-            elif buffer.requires_grad:
-                # A copy would get the gradient that is meant for it.
+            elif place in self._deferred:
+                copies[place] = copy_before(buffer)
+            elif buffer.requires_grad or place in self._foreign:
+                # A copy would get the gradient that is meant for it; and of what several
+                # partitions have there is one.
                 others[place] = (buffer, version_of(buffer))
             elif is_always_copied(place[0], buffer) or place in self._written:
                 copies[place] = copied.of(buffer)
@@ -217,10 +221,13 @@ class Buffers:
         """
         for (module, name), (buffer, version) in kept.others.items():
             if version_of(buffer) != version:
-                if buffer.requires_grad:
+                if buffer.requires_grad or (module, name) in self._foreign:
+                    why = (
+                        "requires a gradient" if buffer.requires_grad else "has several partitions"
+                    )
                     raise ModelError(
                         "a checkpointed micro-batch cannot be recomputed: buffer "
-                        f"{name!r} of a {type(module).__name__} requires a gradient, and was "
+                        f"{name!r} of a {type(module).__name__} {why}, and was "
                         "written to since its forward.\n"
                         "Fix: write to it between mini-batches; or checkpoint='never'."
                     )

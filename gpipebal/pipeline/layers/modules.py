@@ -72,7 +72,7 @@ class Modules:
         self._counted_views = [
             module._parameters.values()
             for module in self._modules
-            if getattr(module, "max_norm", None) is None
+            if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None
         ]
         self._children = self._nested()
 

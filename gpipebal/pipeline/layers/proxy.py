@@ -110,6 +110,7 @@ class Proxy(nn.Module):
         self._layer._apply(fn, recurse)
         return self
 
+    state_dict = _of_layer("state_dict")
     _save_to_state_dict = _of_layer("_save_to_state_dict")
     _load_from_state_dict = _of_layer("_load_from_state_dict")
     compile = _of_layer("compile")

@@ -291,7 +291,6 @@ class MiniBatch:
             with (
                 ledger.watch(j) if ledger else nullcontext(),
                 gathering(self._statistics),
-                self.runtime.tied.collecting(self._sums[j]),
             ):
                 steps = StepsInHooks(
                     self.runtime.partitions[j].modules,
@@ -355,7 +354,8 @@ class MiniBatch:
         if new is not None and not new.has_begun:
             new.begin(self.runtime.partitions[j].modules.parameters())
         started = self._begin(action)
-        received = self._cells[j][i].backward(gradients, self.state)
+        with self.runtime.tied.collecting(self._sums[j]):
+            received = self._cells[j][i].backward(gradients, self.state)
         of_target = () if loss is None else loss.keep_gradients(i)
         if new is not None:
             new.part_from([*gradients, *received, *of_target])

@@ -114,7 +114,8 @@ class LateGradients:
         """
         for one in self._parameters:
             gradient = one.grad
-            if gradient is None or not is_shared(gradient):
+            # The engine gives no views of a tensor that has a name: these are the caller's.
+            if gradient is None or gradient._is_view() or not is_shared(gradient):
                 continue
             if has_storage(gradient) and self._meant.get(id(one)) == storage_key(gradient):
                 continue

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
-from gpipebal.pipeline.process.engine_state import is_transformed
+from gpipebal.pipeline.process.engine_state import current_backward, is_transformed
 from gpipebal.pipeline.randomness.lent import run_with_default
 from gpipebal.pipeline.randomness.random_ops import (
     catch_random_operations,
@@ -70,6 +70,7 @@ class OwnRandomness:
         "_n_inside",
         "_seed",
         "_states",
+        "_task",
     )
 
     def __init__(
@@ -84,6 +85,7 @@ class OwnRandomness:
         self._micro_batch = micro_batch
         self._states = states
         self._again = again
+        self._task: int | None = None
         self._n_given = 0
         self._n_inside = 0
         self._layer: int | str = 0
@@ -93,6 +95,7 @@ class OwnRandomness:
 
     def watching(self) -> AbstractContextManager[Any]:
         """Let the random operations of this thread and block draw here."""
+        self._task = current_backward()
         return catch_random_operations(self._draw)
 
     def enter_layer(self, layer: int | str) -> None:
@@ -205,9 +208,10 @@ class OwnRandomness:
         return way.call(generator, args, kwargs)
 
     def _check_not_run_again(self, grad: bool) -> None:
-        if self._backward_of is not None and grad:
+        if grad and current_backward() not in (None, self._task):
+            whose = "" if self._backward_of is None else f" of partition {self._backward_of}"
             raise ModelError(
-                f"a layer of partition {self._backward_of} draws random numbers while it is run "
+                f"a layer{whose} draws random numbers while it is run "
                 "again in a backward, by torch.utils.checkpoint or the like, which could not make "
                 "them those of the forward.\n"
                 "Fix: let the pipeline recompute, GPipe(..., checkpoint='always') or "

@@ -55,7 +55,7 @@ def kind_of(
     kinds = [_form(leaf) if isinstance(leaf, Tensor) else _name(leaf) for leaf in packet.leaves]
     return (
         mode,
-        str(packet.structure) if len(kinds) > 1 else None,
+        None if packet.structure.is_leaf() else str(packet.structure),
         tuple(kinds),
         tuple(packet.needs_gradient),
         state.autocast,
