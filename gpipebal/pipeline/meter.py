@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -103,8 +104,12 @@ def measure_memory(
                 ledger.hold(state.get(parameter, {}).values(), j, keep=True)
     # After all parameters: a layer may have one of another's in a list.
     for j, partition in enumerate(pipe.partitions):
-        own = [*partition.buffers(), *attributes_of(partition)]
-        ledger.hold((one for one in own if not is_lazy(one)), j, keep=True)
+        # Without a name: layers may replace them before this frame ends.
+        ledger.hold(
+            (x for x in chain(partition.buffers(), attributes_of(partition)) if not is_lazy(x)),
+            j,
+            keep=True,
+        )
     devices = sorted({device for device in pipe.devices if device.type == "cuda"}, key=str)
     pipe.start_metering(ledger)
     try:

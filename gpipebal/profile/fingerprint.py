@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
+import re
 from collections.abc import Mapping, Set
 from typing import Any
 
@@ -15,6 +16,8 @@ _VERSION = "2:"
 #: Attributes of attributes are looked at to this depth.
 _DEPTH = 4
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, enum.Enum)
+#: Where a function or an object is, which is another place in each process.
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def fingerprint(layer: Any) -> str:
@@ -34,7 +37,8 @@ def fingerprint(layer: Any) -> str:
     layer = getattr(layer, "stands_for", layer)
     parts = []
     for name, module in layer.named_modules():
-        parts.append(f"{name}:{type(module).__qualname__}({module.extra_repr()})")
+        options = _ADDRESS.sub("", module.extra_repr())
+        parts.append(f"{name}:{type(module).__qualname__}({options})")
         parts += [
             f"{name}.{attribute}={_described(value, _DEPTH)}"
             for attribute, value in sorted(vars(module).items())

@@ -247,3 +247,28 @@ def test_copies_between_devices_are_recorded() -> None:
     record.add(1, "F", 0, 1.0, 3.0)
     record.add(1, "C", 1, 2.0, 2.5)
     assert [str(event) for event in record.timeline().events] == ["1F0", "1C1"]
+
+
+def test_what_layers_replace_is_not_kept_by_the_count() -> None:
+    """An attribute of the step before lives until the layer has another one, and no longer."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias, self.last = nn.Parameter(torch.zeros(1)), torch.zeros(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x + self.bias
+            self.last = y.detach()
+            return y
+
+    model = nn.Sequential(*[Keeps() for _ in range(4)])
+    pipe = GPipe(model, [4], checkpoint="never")
+    peaks = []
+    for _ in range(3):
+        old = weakref.ref(model[1].last)
+        with measure_memory(pipe) as meter:
+            pipe.step(torch.randn(8, 64), loss_fn=lambda output: output.mean())
+            assert old() is None
+        peaks.append(meter.peak_bytes)
+    assert peaks[1] == peaks[2]

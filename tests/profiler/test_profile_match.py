@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.errors import ModelError
@@ -195,3 +195,28 @@ def test_what_is_no_module_is_refused() -> None:
     """Something without layers is refused with a fix."""
     with pytest.raises(ModelError, match=r"module is not a module: type\(module\)=list.*\nFix: "):
         Profile.from_costs([1.0]).matches([nn.ReLU()])
+
+
+class Calls(nn.Module):
+    """Says which function it calls, with the place of that function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._function = function
+
+    def extra_repr(self) -> str:
+        return f"function={self._function}"
+
+
+def test_places_in_memory_do_not_count() -> None:
+    """They are others in each process; what is there does count."""
+
+    def make() -> Callable[[Tensor], Tensor]:
+        def square(x: Tensor) -> Tensor:
+            return x * x
+
+        return square
+
+    one, same, other = Calls(make()), Calls(make()), Calls(torch.relu)
+    assert one.extra_repr() != same.extra_repr()
+    assert fingerprint(one) == fingerprint(same) != fingerprint(other)

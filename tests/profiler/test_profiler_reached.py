@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextvars
+import functools
+import types
 from typing import Any
 
 import pytest
@@ -270,3 +272,61 @@ def test_compiled_functions_inside_layers_are_compiled_as_before() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Calls())
     gb.profile_model(model, torch.randn(8, 4), chunks=2, timeout=0, as_pipeline=False)
     assert min(called) > limit == torch._dynamo.config.recompile_limit
+
+
+OUTSIDE = nn.BatchNorm1d(8)
+BY_NAME, IN_ORDER = {"norm": OUTSIDE}, [OUTSIDE]
+SPACE = types.SimpleNamespace(norm=OUTSIDE)
+PART = functools.partial(lambda module, x: module(x), OUTSIDE)
+
+
+def normalised(x: Tensor) -> Tensor:
+    """Do what scripts have helpers for."""
+    return OUTSIDE(x)  # type: ignore[no-any-return]
+
+
+class ByMethod(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.help(x)
+
+    def help(self, x: Tensor) -> Tensor:
+        return OUTSIDE(x)  # type: ignore[no-any-return]
+
+
+class ByClass(nn.Module):
+    norm = OUTSIDE
+
+    def forward(self, x: Tensor) -> Tensor:
+        return type(self).norm(x)  # type: ignore[no-any-return]
+
+
+class ByProperty(nn.Module):
+    @property
+    def norm(self) -> nn.Module:
+        return OUTSIDE
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)  # type: ignore[no-any-return]
+
+
+class ByFunction(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return normalised(x)
+
+
+class ByNames(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return PART(SPACE.norm(BY_NAME["norm"](IN_ORDER[0](x))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [ByMethod, ByClass, ByProperty, ByFunction, ByNames])
+def test_modules_that_layers_reach_in_roundabout_ways_are_left_alone(kind: type[nn.Module]) -> None:
+    """Statistics and gradients are as before, and the profile says what it does not count."""
+    before = {name: value.clone() for name, value in OUTSIDE.state_dict().items()}
+    model = nn.Sequential(nn.Linear(8, 8), kind(), nn.Linear(8, 8))
+    found = gb.profile_model(
+        model, torch.randn(8, 8), chunks=2, timeout=0, as_pipeline=False, progress=False
+    )
+    torch.testing.assert_close(dict(OUTSIDE.state_dict()), before)
+    assert OUTSIDE.weight.grad is None
+    assert any("does not register" in flag for flag in found.provenance["flags"])

@@ -269,7 +269,8 @@ def forward_and_backward(
         constant = saved.keys() & {storage_key(tensor) for tensor in constants}
         live = ledger.live_keys() - constant
         saved = {key: n_bytes for key, n_bytes in saved.items() if key in live}
-        elsewhere = {*saved, *handed, *map(storage_key, filter(has_storage, given))}
+        # What it hands on it may keep for longer than the next layer needs it.
+        elsewhere = {*saved, *map(storage_key, filter(has_storage, given))}
         kept = [each for each in kept_by(layer) if elsewhere.isdisjoint(_keys_of(each))]
         ends = [None if place in unwanted else leaf for place, leaf in enumerate(outputs)]
         made: list[Tensor | None] = [None] * len(ends)

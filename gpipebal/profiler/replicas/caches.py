@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from gpipebal.pipeline.layers.attributes import MOST_INSIDE, inside_of, tensors_in
 
-__all__ = ["caches_kept", "global_names"]
+__all__ = ["caches_kept", "codes_of", "global_names", "is_others"]
 
 #: Objects inside objects are looked at to this depth, and this many at most.
 _DEPTH, _MOST_OBJECTS = 8, 20_000
@@ -90,7 +90,7 @@ class _Places:
             self.memos.append((value, value.cache_info().misses))
             self._look(value.__wrapped__, depth)
         elif issubclass(kind, types.FunctionType):
-            if not _is_others(value):
+            if not is_others(value):
                 self._look_into_function(value, depth)
         elif issubclass(kind, types.MethodType):
             self._look_at_all((value.__func__, value.__self__), depth)
@@ -112,7 +112,7 @@ class _Places:
             self._look_at_all(inside_of(value), depth)
         elif issubclass(kind, nn.Module):
             self._outside.append((value, depth))
-        elif not issubclass(kind, types.ModuleType) and not _is_others(kind):
+        elif not issubclass(kind, types.ModuleType) and not is_others(kind):
             self._look_into_names(value.__dict__, depth)
             self._look(kind, depth)
 
@@ -128,7 +128,7 @@ class _Places:
 
     def _look_into_class(self, kind: type, depth: int) -> None:
         for each in kind.__mro__:
-            if (each is kind or id(each) not in self._seen) and not _is_others(each):
+            if (each is kind or id(each) not in self._seen) and not is_others(each):
                 self._seen.add(id(each))
                 before = dict(vars(each))
                 self.undo.append(functools.partial(_put_back_class, each, before))
@@ -157,7 +157,7 @@ class _Places:
                 self.undo.append(functools.partial(_put_back_cell, cell, held))
                 self._look(held, depth)
         for module in _imported_in(function):
-            if not _is_others(module):
+            if not is_others(module):
                 self._look_at_spoken(module, function, depth)
         space, named = function.__globals__, global_names(function)
         before = {name: space[name] for name in named if name in space}
@@ -165,23 +165,25 @@ class _Places:
         for value in before.values():
             if not issubclass(type(value), types.ModuleType):
                 self._look(value, depth)
-            elif not _is_others(value):
+            elif not is_others(value):
                 self._look_at_spoken(value, function, depth)
 
     def _look_at_spoken(
         self, module: types.ModuleType, function: types.FunctionType, depth: int
     ) -> None:
         """Look at what a function names in another Python module of the user's."""
-        spoken = {name for code in _codes(function) for name in code.co_names}
+        spoken = {name for code in codes_of(function) for name in code.co_names}
         self._look_at_all([vars(module)[name] for name in spoken & vars(module).keys()], depth)
 
 
-def _is_others(value: Any) -> bool:
+def is_others(value: Any) -> bool:
+    """Tell whether a function, a class or a module of Python is a library's."""
     home = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
     return home is not None and home.partition(".")[0] in _OTHERS
 
 
-def _codes(function: types.FunctionType) -> Iterator[types.CodeType]:
+def codes_of(function: types.FunctionType) -> Iterator[types.CodeType]:
+    """Yield the code of a function, and of those inside of it."""
     codes = [function.__code__]
     while codes:
         code = codes.pop()
@@ -191,13 +193,13 @@ def _codes(function: types.FunctionType) -> Iterator[types.CodeType]:
 
 def global_names(function: types.FunctionType) -> list[str]:
     """Return the global names that a function reads or sets, also in functions inside of it."""
-    return [name for code in _codes(function) for name in _names_in(code)]
+    return [name for code in codes_of(function) for name in _names_in(code)]
 
 
 def _imported_in(function: types.FunctionType) -> Iterator[types.ModuleType]:
     """Yield the modules that a function imports itself, if they are loaded already."""
     package = function.__globals__.get("__package__") or ""
-    for code in _codes(function):
+    for code in codes_of(function):
         for name, level in _imports_in(code):
             with suppress(ImportError, ValueError):
                 module = sys.modules.get(resolve_name("." * level + name, package))

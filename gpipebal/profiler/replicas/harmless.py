@@ -24,12 +24,14 @@ from torch import Tensor, nn
 
 from gpipebal.pipeline.layers.attributes import attributes_of
 from gpipebal.pipeline.values.tensors import has_storage
-from gpipebal.profiler.replicas.caches import caches_kept, global_names
+from gpipebal.profiler.replicas.caches import caches_kept, codes_of, global_names, is_others
 
 __all__ = ["left_alone", "reached_past", "tensors_reached", "weights_reached"]
 
 #: Objects inside objects are looked at to this depth.
 _DEPTH = 8
+#: So many objects in a global list are looked at.
+_FEW = 100
 _at_work = threading.RLock()
 
 
@@ -81,8 +83,9 @@ class _Reached:
                 self._look(each, True, depth - 1)
             return
         if isinstance(value, nn.Module):
-            # Not by its name: a scripted module has none until it is asked, of an instance.
-            self._look(inspect.getattr_static(type(value), "forward", None), is_shared, depth)
+            for each in _methods_of(type(value)):
+                # What its class has, its copies have too.
+                self._look(each, is_shared or isinstance(each, nn.Module), depth)
             # Trees of modules may be deep: submodules do not count as a further depth.
             parts = (*value._modules.values(), *value._parameters.values())
             buffers = [buffer for buffer in value._buffers.values() if buffer is not None]
@@ -124,8 +127,28 @@ def _inside(value: Any) -> Iterable[Any]:
     return [*getattr(value, "__dict__", {}).values(), *used]
 
 
+def _methods_of(kind: type) -> Iterator[Any]:
+    """Yield the forward of a class of modules, and what it uses of the class, by the names."""
+    names, seen = ["forward"], {"forward"}
+    while names:
+        name = names.pop()
+        # Not of an instance: a scripted module has none until it is asked.
+        method = inspect.getattr_static(kind, name, None)
+        if isinstance(method, property):
+            method = method.fget
+        elif isinstance(method, (staticmethod, classmethod)):
+            method = method.__func__
+        if isinstance(method, types.FunctionType) and (name == "forward" or not is_others(method)):
+            yield method
+            called = {one for code in codes_of(method) for one in code.co_names} - seen
+            seen |= called
+            names += sorted(called)
+        elif isinstance(method, (nn.Module, Tensor)):
+            yield method
+
+
 def _used_by(function: types.FunctionType) -> Iterator[Any]:
-    """Yield what a function uses besides its arguments; of globals only modules and tensors."""
+    """Yield what a function uses besides its arguments, as far as names tell."""
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
     for cell in function.__closure__ or ():
@@ -135,8 +158,22 @@ def _used_by(function: types.FunctionType) -> Iterator[Any]:
             continue  # not filled yet
     for name in global_names(function):
         value = function.__globals__.get(name)
-        if isinstance(value, (nn.Module, Tensor)):
+        if isinstance(value, types.ModuleType) and not is_others(value):
+            spoken = {one for code in codes_of(function) for one in code.co_names}
+            named = [vars(value)[one] for one in spoken & vars(value).keys()]
+            yield from filter(_can_hold_weights, named)
+        elif _can_hold_weights(value):
             yield value
+
+
+def _can_hold_weights(value: Any) -> bool:
+    """Tell whether what has a global name may lead to weights, and is not too much to look at."""
+    if isinstance(value, types.FunctionType):
+        return not is_others(value)
+    if isinstance(value, (dict, list, tuple)):
+        return len(value) <= _FEW
+    kinds = (nn.Module, Tensor, types.MethodType, functools.partial, types.SimpleNamespace)
+    return isinstance(value, kinds)
 
 
 def reached_past(layer: nn.Module) -> bool:
