@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -86,3 +88,15 @@ def _threads() -> object:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _no_notes_of_modes() -> Iterator[None]:
+    """Take off what torch notes for the process of dispatch modes, after each test.
+
+    Modes of two threads that overlap, as those of two compilations, may leave such a note.
+    """
+    yield
+    modes = sys.modules.get("gpipebal.pipeline.process.modes")
+    if modes is not None:
+        modes.take_off_notes([False] * len(modes.notes()))
