@@ -183,6 +183,6 @@ def test_a_shared_buffer_that_is_written_to_before_a_recompute_is_refused() -> N
     model, run = masked("always")
     output = run(torch.ones(4, 4))
     model[0].mask.mul_(0.5)  # type: ignore[union-attr, operator]
-    with pytest.raises(ModelError, match="'mask' of a Masked has several partitions"):
+    with pytest.raises(ModelError, match="'mask' of a Masked belongs to several partitions"):
         output.sum().backward()
     run(torch.ones(4, 4)).sum().backward()

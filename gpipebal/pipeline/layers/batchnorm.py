@@ -79,7 +79,7 @@ class Statistics:
         self._before: dict[int, tuple[Tensor, Tensor, int | None]] = {}
         self._is_over = False
 
-    def copy_of(self, buffer: Tensor) -> Tensor:
+    def copy_before(self, buffer: Tensor) -> Tensor:
         """Return a copy of a running statistic; called by the worker of its layer."""
         known, version = self._before.get(id(buffer)), version_of(buffer)
         if known is not None and known[2] == version and version is not None:
@@ -152,7 +152,7 @@ def gathering(statistics: Statistics | None) -> Iterator[None]:
 
 def copy_before(buffer: Tensor) -> Tensor:
     """Return a copy of a running statistic; in a mini-batch, the one for all its micro-batches."""
-    return (_current.statistics or SEEN).copy_of(buffer)
+    return (_current.statistics or SEEN).copy_before(buffer)
 
 
 def is_gathering() -> bool:

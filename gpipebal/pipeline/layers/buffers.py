@@ -223,7 +223,9 @@ class Buffers:
             if version_of(buffer) != version:
                 if buffer.requires_grad or (module, name) in self._foreign:
                     why = (
-                        "requires a gradient" if buffer.requires_grad else "has several partitions"
+                        "requires a gradient"
+                        if buffer.requires_grad
+                        else "belongs to several partitions"
                     )
                     raise ModelError(
                         "a checkpointed micro-batch cannot be recomputed: buffer "
