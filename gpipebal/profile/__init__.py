@@ -12,8 +12,8 @@ costs at other numbers of rows), `fingerprint`, `match` and `ties` (whether it s
 """
 
 from gpipebal.profile.layer import (
+    AloneShares,
     LayerProfile,
-    SideBySide,
     SkipProfile,
     StepTerms,
     TieProfile,
@@ -23,11 +23,11 @@ from gpipebal.profile.match import ProfileMatch, match_profile
 from gpipebal.profile.profile import LayerTimes, Profile
 
 __all__ = [
+    "AloneShares",
     "LayerProfile",
     "LayerTimes",
     "Profile",
     "ProfileMatch",
-    "SideBySide",
     "SkipProfile",
     "StepTerms",
     "TieProfile",

@@ -17,8 +17,8 @@ from gpipebal.argument_kinds import (
 )
 from gpipebal.errors import ProfileError
 from gpipebal.profile.layer import (
+    AloneShares,
     LayerProfile,
-    SideBySide,
     SkipProfile,
     StepTerms,
     TieProfile,
@@ -243,7 +243,7 @@ def _check_step(profile: Profile, n_storages: int) -> None:
     if not isinstance(step.optimizer_together, bool):
         value = step.optimizer_together
         raise _bad_value("step", "optimizer_together", value, "true or false")
-    parts = {"side_by_side": SideBySide, "turns": TurnTimes}
+    parts = {"side_by_side": AloneShares, "turns": TurnTimes}
     for name, kind in {**parts, "loss": LayerProfile, "whole_loss": LayerProfile}.items():
         if getattr(step, name) is not None:
             check_kind(f"step.{name}", getattr(step, name), kind)
@@ -259,7 +259,7 @@ def _check_step(profile: Profile, n_storages: int) -> None:
         _check_storage(storage, n_storages, "step.gathered")
 
 
-def _check_side_by_side(shares: SideBySide) -> None:
+def _check_side_by_side(shares: AloneShares) -> None:
     if type(shares.n_partitions) is not int or shares.n_partitions < 2:
         raise ProfileError(
             "step.side_by_side has an impossible number of partitions: "

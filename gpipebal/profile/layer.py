@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from gpipebal.argument_kinds import keep_as_tuples
 
 __all__ = [
+    "AloneShares",
     "LayerProfile",
-    "SideBySide",
     "SkipProfile",
     "StepTerms",
     "TieProfile",
@@ -192,7 +192,7 @@ class TieProfile:
 
 
 @dataclass(frozen=True)
-class SideBySide:
+class AloneShares:
     """How much faster the work of a partition is while no other partition works.
 
     Partitions on a CPU share caches, memory and the interpreter. The times of a profile are those
@@ -283,7 +283,7 @@ class StepTerms:
     overhead_time: float | None = None
     inside_overhead_time: float | None = None
     cell_overhead_time: float | None = None
-    side_by_side: SideBySide | None = None
+    side_by_side: AloneShares | None = None
     turns: TurnTimes | None = None
 
     def __post_init__(self) -> None:

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from gpipebal.errors import FileFormatError, ProfileError
 from gpipebal.profile.checks import STORAGE_FIELDS, TEXT_FIELDS
 from gpipebal.profile.layer import (
+    AloneShares,
     LayerProfile,
-    SideBySide,
     SkipProfile,
     StepTerms,
     TieProfile,
@@ -147,8 +147,8 @@ def _step(record: Any) -> StepTerms:
     return StepTerms(**content)
 
 
-def _side_by_side(record: Any, where: str) -> SideBySide:
-    return SideBySide(**fields_of(record, where, SideBySide))
+def _side_by_side(record: Any, where: str) -> AloneShares:
+    return AloneShares(**fields_of(record, where, AloneShares))
 
 
 def _turns(record: Any, where: str) -> TurnTimes:

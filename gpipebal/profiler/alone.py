@@ -202,7 +202,7 @@ def _look(
     start = arrived.value
     chain = Chain([name], [replica], device, start, routes=routes, first=k, out_dims=out_dims)
     if written is None:
-        chain.find_written(0, start, replica)
+        chain.find_written(0, start)
     else:
         chain.written = written
     flops = flops_of(chain, 0, start)

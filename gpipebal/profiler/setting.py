@@ -18,7 +18,6 @@ from gpipebal.errors import ProfileError
 from gpipebal.pipeline.layers.chain import layers_of as chain_layers_of
 from gpipebal.pipeline.layers.devices import parse_device
 from gpipebal.pipeline.values.microbatch import flatten
-from gpipebal.profile import Profile
 from gpipebal.profiler.replicas.replica import check_not_lazy
 
 __all__ = [
@@ -26,7 +25,6 @@ __all__ = [
     "check_timeout",
     "check_values",
     "choose_rows",
-    "chunks_that_fit",
     "current_device",
     "device_for",
     "layers_of",
@@ -168,17 +166,6 @@ def random_numbers_kept(*devices: torch.device) -> Iterator[None]:
     finally:
         random.setstate(of_python)
         np.random.set_state(of_numpy)
-
-
-def chunks_that_fit(profile: Profile, chunks: int) -> int:
-    """Return how many micro-batches in flight are likely to fit the free memory: `chunks` at most.
-
-    What layers need for a moment is not added up: half of the memory is left for it.
-    """
-    saved = {storage for layer in profile.layers for storage in layer.saved}
-    of_one = max(1, profile.bytes_of(saved))
-    fixed = sum(layer.gradient_bytes for layer in profile.layers)
-    return max(0, min(chunks, (available_memory() // 2 - fixed) // of_one))
 
 
 def available_memory() -> int:

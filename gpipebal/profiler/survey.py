@@ -98,7 +98,7 @@ class Scout:
             known=self._known,
         )[0]
         chain.layers[k] = copied
-        if chain.find_written(k, value, copied):
+        if chain.find_written(k, value):
             self.writers.add(k)
 
     def behind(self, k: int) -> None:
@@ -211,7 +211,7 @@ def survey_loss(
         GpipebalError: the loss cannot be computed over a micro-batch.
     """
     chain = loss_chain(loss_fn, target, found.outputs.value, device)
-    chain.find_written(0, found.outputs.value, chain.loss)
+    chain.find_written(0, found.outputs.value)
     given = (found.outputs, found.numbers, chain.loss.target_tensors)
     memory, _ = measure_layer_memory(chain, 0, *given)
     return LossSurvey(chain, memory, flops_of(chain, 0, found.outputs.value))

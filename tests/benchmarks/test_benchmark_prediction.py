@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import gpipebal as gb
 from gpipebal.planner import evaluate
-from gpipebal.profile import LayerProfile, Profile, SideBySide, StepTerms
+from gpipebal.profile import AloneShares, LayerProfile, Profile, StepTerms
 from gpipebal.schedule import make_schedule
 from gpipebal.simulator import Durations, place
 from gpipebal.timeline import Event, Timeline
@@ -213,7 +213,7 @@ _settings = st.builds(
 
 
 _shares = st.none() | st.builds(
-    SideBySide, st.just(2), *[st.floats(0.25, 1.0, exclude_min=True) for _ in range(4)]
+    AloneShares, st.just(2), *[st.floats(0.25, 1.0, exclude_min=True) for _ in range(4)]
 )
 
 
@@ -231,7 +231,7 @@ def test_predicted_timeline_is_the_planners(
     setting: settings.Setting,
     cut: int,
     pause: float,
-    shares: SideBySide | None,
+    shares: AloneShares | None,
 ) -> None:
     """The predicted timeline takes the planner's step without its optimizer."""
     profile = _profile(layers, loss[0], setting.chunks, pause, shares)
@@ -247,7 +247,7 @@ def test_parts_add_up_to_what_a_step_takes_longer(
     setting: settings.Setting,
     longer: int,
     beside: float,
-    shares: SideBySide | None,
+    shares: AloneShares | None,
 ) -> None:
     """The parts add up; if all takes longer in the same way, no time is between the cells."""
     profile = _profile(layers, layers[0], setting.chunks, 1.0, shares)
@@ -718,7 +718,7 @@ def _profile(
     loss: LayerProfile,
     chunks: int,
     pause: float,
-    shares: SideBySide | None = None,
+    shares: AloneShares | None = None,
 ) -> Profile:
     """Make a profile of these layers, an optimizer of half a second, and a pause."""
     whole = LayerProfile("loss", "loss", pause / 2, pause / 2, pause / 2)

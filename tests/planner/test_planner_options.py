@@ -15,7 +15,7 @@ from gpipebal.errors import BalanceError, InfeasibleError
 from gpipebal.pipeline import with_recompute
 from gpipebal.plan import Plan
 from gpipebal.planner import at_quantile, recompute_layers
-from gpipebal.profile import LayerProfile, SideBySide, StepTerms, TieProfile
+from gpipebal.profile import AloneShares, LayerProfile, StepTerms, TieProfile
 
 MiB = 2**20
 
@@ -38,7 +38,7 @@ def several(*rows: int) -> gb.Profile:
 def test_a_limit_that_limits_nothing_changes_nothing() -> None:
     """Devices that differ from the profile's in their memory alone are as fast side by side."""
     loss = LayerProfile("loss", "loss", 0.0, 0.0, 0.0)
-    shares = SideBySide(2, 0.5, 0.5, 0.5, 0.5)
+    shares = AloneShares(2, 0.5, 0.5, 0.5, 0.5)
     step = StepTerms(gather_time=0.0, loss=loss, optimizer_time=0.0, side_by_side=shares)
     profile = replace(costs(1.0, 1.0), step=step)
     plain = gb.evaluate(profile, [1, 1], checkpoint="never")

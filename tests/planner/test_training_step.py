@@ -13,7 +13,7 @@ from gpipebal.cli import main
 from gpipebal.errors import BalanceError, KindError
 from gpipebal.planner import recompute_layers, training_step
 from gpipebal.problem import Link
-from gpipebal.profile import LayerProfile, SideBySide, StepTerms, TurnTimes
+from gpipebal.profile import AloneShares, LayerProfile, StepTerms, TurnTimes
 from gpipebal.side_by_side import set_side_by_side
 
 
@@ -24,7 +24,7 @@ def profiled(**more: object) -> gb.Profile:
         whole_loss=LayerProfile("loss", "loss", 1.0, 1.0, 0.0),
         optimizer_time=3.0,
         overhead_time=0.25,
-        side_by_side=SideBySide(2, 0.5, 0.5, 0.5, 0.5),
+        side_by_side=AloneShares(2, 0.5, 0.5, 0.5, 0.5),
         turns=TurnTimes(0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 1.0),
     )
     profile = gb.Profile.from_costs(

@@ -14,10 +14,8 @@ import gpipebal as gb
 import gpipebal.errors
 from gpipebal.planner import evaluate
 from gpipebal.profile import Profile, StepTerms
-from gpipebal.profiler import setting as setting_module
 from gpipebal.profiler.chain.batch import Batch
 from gpipebal.profiler.chain.data import Data
-from gpipebal.profiler.setting import chunks_that_fit
 from gpipebal.profiler.trial import correct as correct_module
 from gpipebal.profiler.trial import trial
 from gpipebal.profiler.trial.correct import correct
@@ -349,8 +347,8 @@ def test_a_model_too_large_for_a_trial_is_not_tried(monkeypatch: pytest.MonkeyPa
     """As many micro-batches are tried as half of the free memory holds, and none if none fits."""
     big = Profile.from_costs([1.0, 1.0], saved_bytes=[100, 50], parameter_bytes=[30, 20])
     for free, chunks in ((10_000, 6), (1_000, 3), (300, 0)):
-        monkeypatch.setattr(setting_module, "available_memory", lambda free=free: free)
-        assert chunks_that_fit(big, 6) == chunks
-    monkeypatch.setattr(setting_module, "available_memory", lambda: 0)
+        monkeypatch.setattr(correct_module, "available_memory", lambda free=free: free)
+        assert correct_module.chunks_that_fit(big, 6) == chunks
+    monkeypatch.setattr(correct_module, "available_memory", lambda: 0)
     result = profile(chain())
     assert any("not enough memory" in flag for flag in result.provenance["flags"])

@@ -15,7 +15,7 @@ import gpipebal as gb
 from gpipebal.errors import FileFormatError, ProfileError
 from gpipebal.planner.execution import Execution
 from gpipebal.planner.times import step_timeline
-from gpipebal.profile import Profile, SideBySide, StepTerms, TurnTimes
+from gpipebal.profile import AloneShares, Profile, StepTerms, TurnTimes
 from gpipebal.profiler.trial.correct import correct
 from gpipebal.profiler.trial.findings import Trial, read_trial
 from gpipebal.profiler.trial.traces import (
@@ -299,7 +299,7 @@ def test_turns_are_kept_in_seconds_of_the_corrected_chain() -> None:
 def test_turns_beside_others() -> None:
     """A cell that turns takes longer alone, too."""
     profile = corrected()
-    shares = SideBySide(2, 0.5, 0.5, 0.5, 0.5)
+    shares = AloneShares(2, 0.5, 0.5, 0.5, 0.5)
     profile = profile.with_step(replace(profile.step, side_by_side=shares))
     cells = cells_of(step_timeline(profile, (0, 1, 2), Execution(1, "never")))
     assert cells == [("F", 0, pytest.approx(1.5)), ("B", 0, pytest.approx(2.25))]

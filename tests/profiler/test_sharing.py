@@ -14,7 +14,7 @@ from torch import nn
 import gpipebal as gb
 from gpipebal.errors import FileFormatError, ProfileError
 from gpipebal.planner import evaluate
-from gpipebal.profile import Profile, SideBySide, StepTerms
+from gpipebal.profile import AloneShares, Profile, StepTerms
 from gpipebal.profiler.trial.sharing import MOST_PRESSURE, TracedCell, overlaps, pressure
 from gpipebal.profiler.trial.traces import KINDS, Traced, pressures_of
 from gpipebal.schedule import CheckpointMode, gpipe_schedule, make_schedule
@@ -154,14 +154,14 @@ def test_overlaps_by_hand() -> None:
     assert found[2] == {("forward", "forward"): 0.5}
 
 
-def _profile(shares: SideBySide | None) -> Profile:
+def _profile(shares: AloneShares | None) -> Profile:
     profile = Profile.from_costs([1.0, 1.0, 2.0], chunks=4)
     return replace(profile, step=StepTerms(0.0, optimizer_time=0.0, side_by_side=shares))
 
 
 def test_step_times_know_what_partitions_do_to_each_other() -> None:
     """The step's timeline is placed with both durations; the makespan stays that of the layers."""
-    shares = SideBySide(2, forward=0.5, no_grad_forward=0.5, recompute=1.0, backward=1.0)
+    shares = AloneShares(2, forward=0.5, no_grad_forward=0.5, recompute=1.0, backward=1.0)
     slow, fast = (
         evaluate(
             replace(_profile(s), step=replace(_profile(s).step, loss=_loss())),
@@ -183,7 +183,7 @@ def _loss() -> gb.profile.LayerProfile:
 
 def test_shares_are_kept_and_checked() -> None:
     """A profile with shares is stored and read; impossible ones, and files of before, are known."""
-    shares = SideBySide(2, forward=0.5, no_grad_forward=0.6, recompute=0.7, backward=1.0)
+    shares = AloneShares(2, forward=0.5, no_grad_forward=0.6, recompute=0.7, backward=1.0)
     profile = _profile(shares)
     record = profile.to_dict()
     assert Profile.from_dict(record) == profile

@@ -14,8 +14,8 @@ import pytest
 import gpipebal as gb
 from gpipebal.errors import FileFormatError
 from gpipebal.profile import (
+    AloneShares,
     LayerProfile,
-    SideBySide,
     SkipProfile,
     StepTerms,
     TieProfile,
@@ -135,7 +135,7 @@ def _full_records() -> dict[str, tuple[dict[str, Any], Any]]:
         gb.Profile.from_costs([1.0, 2.0, 3.0], parameter_bytes=[4, 5, 6], rows=4, chunks=2),
         step=StepTerms(
             *(0.25, loss, loss, (1,), 0.125),
-            side_by_side=SideBySide(2, 0.9, 0.9, 0.9, 0.9),
+            side_by_side=AloneShares(2, 0.9, 0.9, 0.9, 0.9),
             turns=TurnTimes(0.1),
         ),
         skips=(SkipProfile("skip", 0, 2, (1,)),),

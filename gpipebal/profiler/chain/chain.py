@@ -170,16 +170,14 @@ class Chain:
         given: list[Any],
         value: Value,
         *,
-        layer: nn.Module | None = None,
         spans: list[Span] | None = None,
     ) -> Value:
-        """Run layer k, or another in its place; clock it if `spans` are given.
+        """Run layer k; clock it if `spans` are given.
 
         Args:
             k: Index of the layer.
             given: Its input, from `prepare`. Emptied, to hold nothing that the layer frees.
             value: Gives the structure of the input, and the skips that pass the layer.
-            layer: Runs in its place.
             spans: Its time is appended here.
 
         Raises:
@@ -195,13 +193,12 @@ class Chain:
             start += len(leaves)
         whole = unflatten(given[: len(value.leaves)], value.structure)
         given.clear()
-        layer = self.layers[k] if layer is None else layer
         skips = Skips(arrived)
         arrived.clear()
         try:
             with using(skips):
                 begin = self.clock.begin()
-                output = _call(layer, whole)
+                output = _call(self.layers[k], whole)
                 end = self.clock.end()
             del whole
             check_travels(output, self.names[k], cut=True)
@@ -219,13 +216,12 @@ class Chain:
         passed.skips.update({key: flatten(left[key]) for key in self._stashes[k]})
         return passed
 
-    def find_written(self, k: int, value: Value, layer: nn.Module) -> bool:
-        """Run a copy of layer k, and note in `written` which inputs it writes to.
+    def find_written(self, k: int, value: Value) -> bool:
+        """Run layer k, and note in `written` which inputs it writes to.
 
         Args:
-            k: Index of the layer.
+            k: Index of the layer, which must be a copy that shares nothing with the model's.
             value: What goes into it.
-            layer: A copy of the layer that shares nothing with it.
 
         Returns:
             Whether it writes to its own parameters, as some embeddings do.
@@ -233,11 +229,12 @@ class Chain:
         Raises:
             ProfileError: the layer failed.
         """
+        layer = self.layers[k]
         parameters = [parameter._version for parameter in layer.parameters()]
         _, given = self.prepare(k, value, wants=True, protect=True)
         copies = list(given)
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in copies]
-        self.call(k, given, value, layer=layer)
+        self.call(k, given, value)
         self.written[k] = frozenset(
             i
             for i, leaf in enumerate(copies)

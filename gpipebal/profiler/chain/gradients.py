@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -191,34 +192,24 @@ def handed_through(
         if gradient is not None and has_storage(output) and has_storage(gradient)
     }
 
-    def look_at(place: int, key: int) -> Callable[[Tensor], None]:
-        def look(gradient: Tensor) -> None:
-            if has_storage(gradient):
-                at = given.get((key, storage_key(gradient)))
-                if at is not None:
-                    found[place] = key, at
+    inputs = list(inputs)
+    keys = {place: storage_key(leaf) for place, leaf in enumerate(inputs) if has_storage(leaf)}
 
-        return look
+    def look(place: int, gradient: Tensor) -> None:
+        if place in keys and has_storage(gradient):
+            at = given.get((keys[place], storage_key(gradient)))
+            if at is not None:
+                found[place] = keys[place], at
 
-    hooks = [
-        leaf.register_hook(look_at(place, storage_key(leaf)))
-        for place, leaf in enumerate(inputs)
-        if has_storage(leaf) and needs_gradient(leaf)
-    ]
-    try:
+    with _looked_at(inputs, look):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
-def _looked_at(
-    inputs: Iterable[Any], look_at: Callable[[int], Callable[[Tensor], None]]
-) -> Iterator[None]:
-    """Have the gradients of leaves looked at in a block's backward, each by its place."""
+def _looked_at(inputs: Iterable[Any], look: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Call a function with the place and the gradient of each leaf in a block's backward."""
     hooks = [
-        leaf.register_hook(look_at(place))
+        leaf.register_hook(partial(look, place))
         for place, leaf in enumerate(inputs)
         if needs_gradient(leaf)
     ]
@@ -271,18 +262,15 @@ def handed_back(
     held: list[Any] = []
     keys = _Keys()
 
-    def look_at(place: int) -> Callable[[Tensor], None]:
-        def look(gradient: Tensor) -> None:
-            found[place] = None
-            if has_storage(gradient):
-                storage = gradient.untyped_storage()
-                found[place] = keys.of(gradient), storage.nbytes(), gradient.nbytes
-                if hold:
-                    held.append(storage)
+    def look(place: int, gradient: Tensor) -> None:
+        found[place] = None
+        if has_storage(gradient):
+            storage = gradient.untyped_storage()
+            found[place] = keys.of(gradient), storage.nbytes(), gradient.nbytes
+            if hold:
+                held.append(storage)
 
-        return look
-
-    with _looked_at(inputs, look_at):
+    with _looked_at(inputs, look):
         yield found
 
 
@@ -300,20 +288,17 @@ def own_gradients(inputs: Iterable[Any]) -> Iterator[dict[int, bool]]:
     places: dict[int, int] = {}
     keys = _Keys()
 
-    def look_at(place: int) -> Callable[[Tensor], None]:
-        def look(gradient: Tensor) -> None:
-            if not has_storage(gradient):
-                found[place] = False
-                return
-            is_dense = gradient.is_contiguous() or (
-                gradient.dim() == 4 and gradient.is_contiguous(memory_format=torch.channels_last)
-            )
-            other = places.setdefault(keys.of(gradient), place)
-            found[place] = is_dense and not is_shared(gradient) and other == place
-            if other != place:
-                found[other] = False
+    def look(place: int, gradient: Tensor) -> None:
+        if not has_storage(gradient):
+            found[place] = False
+            return
+        is_dense = gradient.is_contiguous() or (
+            gradient.dim() == 4 and gradient.is_contiguous(memory_format=torch.channels_last)
+        )
+        other = places.setdefault(keys.of(gradient), place)
+        found[place] = is_dense and not is_shared(gradient) and other == place
+        if other != place:
+            found[other] = False
 
-        return look
-
-    with _looked_at(inputs, look_at):
+    with _looked_at(inputs, look):
         yield found

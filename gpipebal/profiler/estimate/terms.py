@@ -61,7 +61,7 @@ def estimate_loss(
     there = [*layer.target_tensors, *constants.stand_ins]
     try:
         with without_values("the loss", _LAYERS_ALONE), acting_as_device(rates) as notes, constants:
-            chain.find_written(0, outputs.value, layer)
+            chain.find_written(0, outputs.value)
             costs = find_costs(chain, outputs.value, rates)
             memory, _ = measure_layer_memory(chain, 0, outputs, numbers, there)
     except ProfileError as error:

@@ -232,7 +232,7 @@ class Walk:
                 first=k,
                 out_dims=self._dims_of(k),
             )
-            chain.find_written(0, value, layer)
+            chain.find_written(0, value)
             costs = find_costs(chain, value, self._rates)
             memory, passed = measure_layer_memory(chain, 0, here, inner, constants.stand_ins)
         note_fast_paths(layer, notes)

@@ -162,7 +162,7 @@ def measure_whole_loss(
     chain = loss_chain(loss_fn, target, value, device)
     layer = chain.loss
     try:
-        chain.find_written(0, value, layer)
+        chain.find_written(0, value)
         memory, _ = measure_layer_memory(chain, 0, arrived, numbers, layer.target_tensors)
         with FlopCounter() as counter:
             chain.forget()

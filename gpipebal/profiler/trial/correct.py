@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from gpipebal.profile import LayerProfile, Profile, SideBySide, TurnTimes
-from gpipebal.profiler.setting import chunks_that_fit
+from gpipebal.profile import AloneShares, LayerProfile, Profile, TurnTimes
+from gpipebal.profiler.setting import available_memory
 from gpipebal.profiler.trial.findings import Trial
 from gpipebal.profiler.trial.traces import MOST_FACTOR, sums_of_layers
 from gpipebal.profiler.trial.trial import MOST_TRIAL_CHUNKS, Setting, run_trial
@@ -42,12 +42,23 @@ def try_out(
         return _with_flag(profile, f"not tried as a pipeline: {reason}")
 
 
+def chunks_that_fit(profile: Profile, chunks: int) -> int:
+    """Return how many micro-batches in flight are likely to fit the free memory: `chunks` at most.
+
+    What layers need for a moment is not added up: half of the memory is left for it.
+    """
+    saved = {storage for layer in profile.layers for storage in layer.saved}
+    of_one = max(1, profile.bytes_of(saved))
+    fixed = sum(layer.gradient_bytes for layer in profile.layers)
+    return max(0, min(chunks, (available_memory() // 2 - fixed) // of_one))
+
+
 def correct(profile: Profile, trial: Trial) -> Profile:
     """Give a profile the times that its layers have in partitions; and its other sizes too."""
     factors = trial.factors
     side_by_side = None
     if trial.alone is not None:
-        side_by_side = SideBySide(len(trial.balance), **trial.alone)
+        side_by_side = AloneShares(len(trial.balance), **trial.alone)
     step = replace(
         profile.step,
         overhead_time=trial.overhead_time,
