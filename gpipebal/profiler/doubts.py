@@ -9,8 +9,8 @@ from torch import nn
 
 from gpipebal.pipeline.layers.flat import can_be_opened, flatten
 from gpipebal.pipeline.values.tensors import bytes_of
-from gpipebal.profiler.replicas.compiled import is_compiled, runs_as_written
-from gpipebal.profiler.replicas.harmless import reached_past, weights_reached
+from gpipebal.profiler.replicas.compiled import runs_as_written
+from gpipebal.profiler.replicas.harmless import reached_past, uses_compiled, weights_reached
 
 __all__ = ["doubts_about", "doubts_about_loss"]
 
@@ -33,7 +33,7 @@ def doubts_about(
     told: list[tuple[str, Callable[[nn.Module], bool]]] = [
         (
             "memory and operations are those of the code as written, not of the compiled",
-            is_compiled,
+            uses_compiled,
         ),
         ("measured uncompiled: what compiled it cannot be found out", runs_as_written),
         ("hooks ran while it was measured, as they do in training", _has_hooks),

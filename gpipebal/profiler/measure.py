@@ -84,9 +84,10 @@ def profile_model(
     numbers of the model are the same afterwards as before. Hooks of layers run in the replicas,
     too. A model in training mode may have parts in evaluation mode (a frozen batch normalisation),
     and is measured in these modes; one that is in evaluation mode itself is measured as if all of
-    it were trained. Autocast is that of the caller. Layers that `torch.compile` made are timed
-    compiled; their memory and operations are those of the code as written. After the profile, torch
-    compiles them, and whatever else it has compiled in the process, again at the next call.
+    it were trained. Autocast is that of the caller. Layers that `torch.compile` made, and functions
+    that they call, are timed compiled; their memory and operations are those of the code as
+    written. If torch compiled something meanwhile, it compiles it, and whatever else it has
+    compiled in the process, again at the next call.
 
     One profile is taken at a time in a process: a call in another thread waits for its end. Caches
     that layers keep outside of themselves are restored; those of `functools.lru_cache` that have
@@ -247,7 +248,7 @@ def profile_model(
     with (
         left_alone([module, loss_fn]),  # first: it waits for the end of another thread's profile
         torch_state_kept(),
-        compiled_apart([*training.modules, loss_fn]),
+        compiled_apart(),
     ):
         state = CallerState.capture((where.type,))
         with (

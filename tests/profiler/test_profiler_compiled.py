@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from profiler.test_profiler import profile
+from random_chains import Apply
 from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.pipeline import measure_memory
 from gpipebal.pipeline.process.eager import EagerDispatchMode, run_eagerly
+from gpipebal.profiler.replicas.harmless import uses_compiled
 
 pytestmark = [
     pytest.mark.timeout(200),
@@ -176,3 +178,86 @@ def test_a_profile_leaves_compilation_as_it_was() -> None:
     compiled[0] = 0
     model(x).sum().backward()
     assert compiled[0] >= 1
+
+
+def _called(calls: Calls) -> nn.Sequential:
+    """Layers of more kinds than torch compiles one function for, and that call one function."""
+    halve = torch.compile(lambda x: x / 2, backend=calls, dynamic=False)
+
+    class Halved(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return halve(super().forward(x))  # type: ignore[no-any-return]
+
+    return nn.Sequential(*[Halved(k, k + 1) for k in range(2, 12)])
+
+
+def _decorated(calls: Calls) -> nn.Sequential:
+    """The same, of a class whose forward is compiled."""
+
+    class Halved(nn.Linear):
+        @torch.compile(backend=calls, dynamic=False)
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) / 2
+
+    return nn.Sequential(*[Halved(k, k + 1) for k in range(2, 12)])
+
+
+def _helped(calls: Calls) -> nn.Sequential:
+    """The same, of a class with another method that is compiled."""
+
+    class Halved(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.halve(super().forward(x))
+
+        @torch.compile(backend=calls, dynamic=False)
+        def halve(self, x: Tensor) -> Tensor:
+            return x / 2
+
+    return nn.Sequential(*[Halved(k, k + 1) for k in range(2, 12)])
+
+
+@pytest.mark.parametrize("make", [_called, _decorated, _helped])
+@pytest.mark.parametrize("way", [{}, {"one_at_a_time": True}])
+def test_functions_that_layers_call_stay_compiled(
+    make: Callable[[Calls], nn.Sequential],
+    way: dict[str, Any],
+    calls: Calls,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As compiled layers do: every kind is measured compiled, and can be compiled afterwards."""
+    model, sample = make(calls), torch.randn(4, 2)
+    taken = []
+    options = {"rows": (), "partitions": 1, **way}
+    calls.count("during", lambda: taken.append(profile(model, sample, **options)))
+    assert "recompile_limit" not in caplog.text
+    # To warm up and to measure: with a graph twice and without one, each time.
+    assert calls.counts["during"] >= 6 * len(model)
+    assert calls.count("after", lambda: model(sample)) == 8  # of ten kinds, as without a profile
+    (flag,) = (flag for flag in taken[0].provenance["flags"] if "compiled" in flag)
+    assert flag.startswith("10 layers, the first is '0': memory and operations are those of")
+
+
+def test_a_profile_in_which_nothing_is_compiled_keeps_what_was() -> None:
+    """The memory of compiled code is cleared only if the copies have filled it."""
+    compiled = [0]
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        compiled[0] += 1
+        return graph.forward
+
+    other = torch.compile(lambda x: x / 2, backend=backend)
+    other(torch.ones(3))
+    options = {"rows": (), "as_pipeline": False, "partitions": 1}
+    taken = profile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(4, 4), **options)
+    other(torch.ones(3))
+    assert compiled == [1]
+    assert not [flag for flag in taken.provenance["flags"] if "compiled" in flag]
+
+
+@pytest.mark.parametrize("kept_from", [False, True])
+def test_functions_that_are_kept_from_being_compiled_are_not_flagged(kept_from: bool) -> None:
+    """Torch marks them in the same way."""
+    halve: Callable[[Tensor], Tensor] = lambda x: x / 2  # noqa: E731
+    wrap = torch.compiler.disable if kept_from else torch.compile
+    layer = Apply(wrap(halve))
+    assert uses_compiled(nn.Sequential(layer)) != kept_from

@@ -1,9 +1,10 @@
-"""Layers that `torch.compile` has compiled: which they are, and their copies."""
+"""What `torch.compile` has compiled: layers and functions, and copies of such layers."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -16,42 +17,37 @@ __all__ = ["compile_alike", "compiled_apart", "is_compiled", "runs_as_written"]
 _MOST_COMPILED = 10_000
 
 
-def is_compiled(layer: nn.Module) -> bool:
-    """Tell whether a layer, or a part of it, is compiled: as a wrapper or in place."""
-    return any(
-        "_orig_mod" in part._modules or part._compiled_call_impl is not None
-        for part in layer.modules()
+def is_compiled(value: Any) -> bool:
+    """Tell whether a module itself is compiled, as a wrapper or in place; or whether a function is.
+
+    Example:
+        >>> is_compiled(nn.Linear(1, 1)), is_compiled(len)
+        (False, False)
+    """
+    if isinstance(value, nn.Module):
+        return "_orig_mod" in value._modules or value._compiled_call_impl is not None
+    return (
+        isinstance(value, FunctionType)
+        and hasattr(value, "_torchdynamo_orig_callable")
+        # One that is kept from being compiled has the same attribute.
+        and not hasattr(value, "_torchdynamo_disable")
     )
 
 
-def _calls_compiled(value: Any) -> bool:
-    """Tell whether something is a compiled function, or a module that has one as an attribute."""
-    parts = value.modules() if isinstance(value, nn.Module) else ()
-    several = [value, *(each for part in parts for each in vars(part).values())]
-    functions = [each for each in several if isinstance(each, FunctionType)]
-    return any(hasattr(each, "_torchdynamo_orig_callable") for each in functions)
-
-
 @contextmanager
-def compiled_apart(objects: Iterable[Any]) -> Iterator[None]:
-    """Let compiled layers be compiled as often as measuring needs, and keep none of it afterwards.
+def compiled_apart() -> Iterator[None]:
+    """Let code be compiled as often as measuring needs, and keep none of it afterwards.
 
-    torch gives up compiling code that it has compiled a few times, and copies have the code of the
-    caller's layers. After the block, all that torch has compiled in this process is compiled again
-    at its next call.
-
-    Args:
-        objects: Layers, and functions such as a loss.
+    torch gives up compiling code that it has compiled a few times. Copies have the code of the
+    caller's layers, and call the same compiled functions, wherever these are. If something was
+    compiled in the block, all that torch has compiled in this process is compiled again at its next
+    call. Where torch's compiler is not loaded nothing is compiled, and it stays so.
     """
-    if not any(
-        _calls_compiled(each) or (isinstance(each, nn.Module) and is_compiled(each))
-        for each in objects
-    ):
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is None:
         yield
         return
-    import torch._dynamo
-    from torch._dynamo import config
-
+    config, before = dynamo.config, _frames_compiled(dynamo)
     try:
         with config.patch(
             recompile_limit=max(_MOST_COMPILED, config.recompile_limit),
@@ -59,7 +55,14 @@ def compiled_apart(objects: Iterable[Any]) -> Iterator[None]:
         ):
             yield
     finally:
-        torch._dynamo.reset()
+        if _frames_compiled(dynamo) != before:
+            dynamo.reset()
+
+
+def _frames_compiled(dynamo: Any) -> int:
+    """Return how often torch has compiled something, or tried to, in this process."""
+    frames: int = dynamo.utils.counters["frames"]["total"]
+    return frames
 
 
 def compile_alike(layer: nn.Module, copied: nn.Module) -> None:

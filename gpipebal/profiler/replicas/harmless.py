@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from gpipebal.pipeline.layers.attributes import attributes_of
 from gpipebal.pipeline.values.tensors import has_storage
 from gpipebal.profiler.replicas.caches import caches_kept, codes_of, global_names, is_others
+from gpipebal.profiler.replicas.compiled import is_compiled
 
-__all__ = ["left_alone", "reached_past", "tensors_reached", "weights_reached"]
+__all__ = ["left_alone", "reached_past", "tensors_reached", "uses_compiled", "weights_reached"]
 
 #: Objects inside objects are looked at to this depth.
 _DEPTH = 8
@@ -53,6 +54,7 @@ class _Reached:
         tensors: All tensors.
         weights: Parameters, and buffers of modules.
         shared: Modules that copies of these objects would share with them.
+        is_compiled: Whether any of what was looked at is compiled.
     """
 
     def __init__(self, objects: Iterable[Any]) -> None:
@@ -60,6 +62,7 @@ class _Reached:
         self.tensors: dict[int, Tensor] = {}
         self.weights: dict[int, Tensor] = {}
         self.shared: dict[int, nn.Module] = {}
+        self.is_compiled = False
         self._seen: set[tuple[int, bool]] = set()
         for each in objects:
             # A loss that is not a module is not copied, so it shares all that it holds.
@@ -76,6 +79,7 @@ class _Reached:
             if value.is_leaf and value.requires_grad:
                 self.leaves[id(value)] = value
             return
+        self.is_compiled = self.is_compiled or is_compiled(value)
         if isinstance(value, nn.Module) and is_shared:
             self.shared[id(value)] = value
         if isinstance(value, types.FunctionType):
@@ -184,6 +188,11 @@ def reached_past(layer: nn.Module) -> bool:
     kept = (tensor for tensor in attributes_of(layer) if not isinstance(tensor, nn.Parameter))
     own = {id(tensor) for tensor in (*layer.parameters(), *kept)}
     return bool(_Reached([layer]).leaves.keys() - own)
+
+
+def uses_compiled(layer: nn.Module) -> bool:
+    """Tell whether a layer, a part of it, or a function that it calls is compiled."""
+    return _Reached([layer]).is_compiled
 
 
 def tensors_reached(user: Any) -> list[Tensor]:
