@@ -293,6 +293,12 @@ class ByMethod(nn.Module):
         return OUTSIDE(x)  # type: ignore[no-any-return]
 
 
+class Decorated(ByMethod):
+    @torch.autocast("cpu", enabled=False)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.help(x)
+
+
 class ByClass(nn.Module):
     norm = OUTSIDE
 
@@ -319,7 +325,7 @@ class ByNames(nn.Module):
         return PART(SPACE.norm(BY_NAME["norm"](IN_ORDER[0](x))))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("kind", [ByMethod, ByClass, ByProperty, ByFunction, ByNames])
+@pytest.mark.parametrize("kind", [ByMethod, Decorated, ByClass, ByProperty, ByFunction, ByNames])
 def test_modules_that_layers_reach_in_roundabout_ways_are_left_alone(kind: type[nn.Module]) -> None:
     """Statistics and gradients are as before, and the profile says what it does not count."""
     before = {name: value.clone() for name, value in OUTSIDE.state_dict().items()}

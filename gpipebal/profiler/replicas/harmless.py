@@ -144,11 +144,20 @@ def _methods_of(kind: type) -> Iterator[Any]:
             method = method.__func__
         if isinstance(method, types.FunctionType) and (name == "forward" or not is_others(method)):
             yield method
-            called = {one for code in codes_of(method) for one in code.co_names} - seen
+            called = {one for code in codes_of(_inmost(method)) for one in code.co_names} - seen
             seen |= called
             names += sorted(called)
         elif isinstance(method, (nn.Module, Tensor)):
             yield method
+
+
+def _inmost(method: types.FunctionType) -> types.FunctionType:
+    """Return the function that decorators have wrapped, `torch.compile` for example."""
+    try:
+        inside: Any = inspect.unwrap(method)
+    except ValueError:
+        return method  # it is wrapped in itself
+    return inside if isinstance(inside, types.FunctionType) else method
 
 
 def _used_by(function: types.FunctionType) -> Iterator[Any]:
