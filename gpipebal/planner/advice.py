@@ -24,7 +24,7 @@ from gpipebal.solvers.sets.peak import least_shortage, worst_lack
 from gpipebal.solvers.sets.reachability import Path
 from gpipebal.units import format_bytes
 
-__all__ = ["explain", "named_layers", "with_more"]
+__all__ = ["explain", "has_plan", "named_layers", "with_more"]
 
 #: Most partitions that are advised, as a multiple of the number that was asked for.
 _MOST_TIMES = 4
@@ -102,7 +102,7 @@ def _tried(
     try:
         for place, changes in groups:
             for text, other in changes:
-                if _has_plan(other):
+                if has_plan(other):
                     found.append((place, text))
     except _OutOfTimeError:
         is_late = True
@@ -183,12 +183,12 @@ def _without_rules(posed: Posed, question: Question) -> str:
     assert rules is not None
     text = "without " + " and ".join(name for name, _ in rules.looser())
     free = replace(question, rules=None)
-    if _has_plan(free):
+    if has_plan(free):
         return text
     short = _shortage(pose(free, posed.chunks))
     more = () if short is None else _more_memory(free, short[0])
     for limit, other in more:
-        if _has_plan(other):
+        if has_plan(other):
             return f"{text}, and {limit}"
     return "fewer partitions, or a smaller model"
 
@@ -201,7 +201,7 @@ def _is_late(question: Question) -> bool:
     return question.until is not None and time.monotonic() > question.until
 
 
-def _has_plan(question: Question) -> bool:
+def has_plan(question: Question) -> bool:
     """Whether a changed question has a plan, whatever waits for busy neighbours."""
     for chunks in question.chunks or (None,):
         if _is_late(question):
@@ -228,7 +228,7 @@ def _other_modes(question: Question) -> Iterator[tuple[str, Question]]:
         if mode == question.checkpoint:
             continue
         changed = replace(question, checkpoint=mode)
-        if mode == "auto" and question.method == "auto" and not _has_plan(changed):
+        if mode == "auto" and question.method == "auto" and not has_plan(changed):
             return  # then no single mode helps
         yield f"checkpoint={mode!r}", changed
 
@@ -239,7 +239,7 @@ def _loss_by_micro_batch(question: Question) -> Iterator[tuple[str, Question]]:
         return
     inside = replace(question, loss_inside=True)
     yield "loss_inside=True", inside
-    if question.checkpoint != "auto" and not _has_plan(inside):
+    if question.checkpoint != "auto" and not has_plan(inside):
         yield "loss_inside=True, checkpoint='auto'", replace(inside, checkpoint="auto")
 
 
@@ -249,7 +249,7 @@ def _looser(question: Question) -> Iterator[tuple[str, Question]]:
         return
 
     def works(rules: Rules) -> bool:
-        return _has_plan(replace(question, rules=rules))
+        return has_plan(replace(question, rules=rules))
 
     for name, words, rules in question.rules.loosened(question.profile.n_layers, works):
         tied = name == "keep_together" and bool(question.profile.ties)
@@ -262,7 +262,7 @@ def _fewer_partitions(question: Question) -> Iterator[tuple[str, Question]]:
         most = (question.rules or Rules()).most_partitions(question.profile.n_layers)
         for n in range(min(question.n_partitions - 1, most), 0, -1):
             fewer = replace(question, n_partitions=n)
-            if isinstance(question.checkpoint, str) and _has_plan(fewer):
+            if isinstance(question.checkpoint, str) and has_plan(fewer):
                 yield f"partitions={n}", fewer
                 return
 
@@ -279,7 +279,7 @@ def _more_chunks(question: Question) -> Iterator[tuple[str, Question]]:
     for checkpoint in dict.fromkeys((question.checkpoint, "auto")):
         for chunks in candidates:
             changed = replace(question, chunks=(chunks,), checkpoint=checkpoint)
-            if _has_plan(changed):
+            if has_plan(changed):
                 mode = "" if checkpoint == question.checkpoint else ", checkpoint='auto'"
                 yield f"chunks={chunks}{mode}", changed
                 return
@@ -299,12 +299,12 @@ def _more_partitions(question: Question) -> Iterator[tuple[str, Question]]:
     for checkpoint in checkpoints:
         low, high = n, last
         changed = replace(question, checkpoint=checkpoint)  # type: ignore[arg-type]
-        if high <= low or not _has_plan(replace(changed, n_partitions=high)):
+        if high <= low or not has_plan(replace(changed, n_partitions=high)):
             continue
         # Not every device more helps, but the number that is found has been tried.
         while high - low > 1:
             middle = (low + high) // 2
-            if _has_plan(replace(changed, n_partitions=middle)):
+            if has_plan(replace(changed, n_partitions=middle)):
                 high = middle
             else:
                 low = middle
@@ -331,7 +331,7 @@ def _more_memory(question: Question, lack: int) -> Iterator[tuple[str, Question]
         text = f"devices with memory_limit={own}, in their order"
         larger.append((text, replace(question, devices=devices)))
     yield from larger
-    if len(larger) == 2 and not any(_has_plan(one) for _, one in larger):
+    if len(larger) == 2 and not any(has_plan(one) for _, one in larger):
         # Of two limits the lower one counts: both are too low.
         texts = [text for text, _ in larger]
         yield " and ".join(texts), replace(larger[0][1], devices=devices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, combinations, pairwise, product
@@ -234,6 +235,63 @@ def test_memory_rules_out_replicas() -> None:
     with pytest.raises(BalanceError, match=r"no number of replicas has a plan") as error:
         solve_grid(profile, 4, checkpoint="never", memory_limit=50)
     assert "1 x 4: " in str(error.value)
+
+
+def taken(advice: str, profile: gb.Profile, n_devices: int, options: dict[str, Any]) -> GridRow:
+    """Change the arguments as an advice says; return the best row."""
+    options = dict(options)
+    for name, value in re.findall(r"(\w+)=(\d+)", advice):
+        options[name] = int(value)
+    for names in re.findall(r"without (\w+(?: and \w+)*)", advice):
+        for name in names.split(" and "):
+            del options[name]
+    for rows in re.findall(r"a mini-batch of (\d+) rows?", advice):
+        profile = replace(profile, mini_batch_rows=int(rows))
+    return solve_grid(profile, options.pop("n_devices", n_devices), **options).best
+
+
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=SLOW)
+@given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=6), data=st.data())
+def test_advice_works_when_it_is_taken(sizes: list[int], data: st.DataObject) -> None:
+    """Each alternative that an error names has a plan, also under rules and a memory limit."""
+    n_layers, rows = len(sizes), data.draw(st.integers(1, 6))
+    profile = gb.Profile.from_costs([1.0] * n_layers, parameter_bytes=sizes, chunks=rows)
+    layer = st.integers(0, n_layers - 1)
+    given = {
+        "keep_together": st.tuples(layer, layer).map(lambda pair: [pair]),
+        "no_cut": layer.map(lambda one: [one]),
+        "max_layers": st.integers(1, n_layers),
+        "min_layers": st.integers(1, 3),
+        "memory_limit": st.integers(20, 200),
+    }
+    options = {name: data.draw(value) for name, value in given.items() if data.draw(st.booleans())}
+    n_devices = data.draw(st.integers(1, n_layers * rows))
+    options["checkpoint"] = "never"
+    try:
+        solve_grid(profile, n_devices, **options)
+    except BalanceError as error:
+        for advice in str(error).rpartition("Fix: ")[2].split("; or "):
+            assert taken(advice, profile, n_devices, options).plan is not None, advice
+
+
+@pytest.mark.parametrize(
+    ("rules", "fix"),
+    [
+        ({}, "n_devices=12; or a mini-batch of 13 rows."),
+        ({"keep_together": [(0, 4)]}, "n_devices=10; or a mini-batch of 13 rows."),
+        ({"max_layers": 1}, "n_devices=12."),
+        ({"memory_limit": 8}, "n_devices=12, and memory_limit=20."),
+    ],
+)
+def test_advised_devices_keep_the_rules(rules: dict[str, Any], fix: str) -> None:
+    """13 devices make no pipelines of six layers for five rows: other numbers do."""
+    profile = profile_of([1] * 6, [10] * 6, rows=1, chunks=5)
+    with pytest.raises(BalanceError) as error:
+        solve_grid(profile, 13, checkpoint="never", **rules)
+    assert str(error.value).rpartition("Fix: ")[2] == fix
+    options = {"checkpoint": "never", **rules}
+    for advice in fix.split("; or "):
+        assert taken(advice, profile, 13, options).plan is not None
 
 
 def test_the_table_is_printed_and_a_frame() -> None:

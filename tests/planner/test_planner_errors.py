@@ -80,7 +80,7 @@ def test_a_grid_says_which_number_works(
     profile = gb.Profile.from_costs([1.0] * n_layers, chunks=rows)
     with pytest.raises(BalanceError, match="no number of replicas has a plan") as error:
         gb.solve_grid(profile, n_devices)
-    assert str(error.value).partition("\nFix: ")[2].startswith(f"n_devices={nearest}, ")
+    assert str(error.value).partition("\nFix: ")[2].startswith(f"n_devices={nearest}; or ")
     assert gb.solve_grid(profile, nearest).best.plan is not None
 
 

@@ -1,7 +1,7 @@
 """Several pipelines that share the rows of a mini-batch.
 
 Read in this order: `grid` (all ways to divide the devices), `options` (what can be asked of them),
-`replicated` (one number of pipelines).
+`ways` (what is tried), `replicated` (one number of pipelines), `refusals` (why there is none).
 """
 
 from gpipebal.planner.grid.grid import GridRow, GridTable, solve_grid

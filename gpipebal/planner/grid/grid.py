@@ -11,17 +11,16 @@ partition of the other replicas::
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gpipebal.argument_kinds import check_kind, no_such_row
-from gpipebal.errors import BalanceError, GpipebalError, InfeasibleError
+from gpipebal.errors import BalanceError, GpipebalError
 from gpipebal.plan import Plan
-from gpipebal.plan.checks import check_chunks
 from gpipebal.planner.grid.options import check_applies, checked_options
+from gpipebal.planner.grid.refusals import no_plan, of_grid
 from gpipebal.planner.grid.replicated import Additions, Replicated, best_replicated
+from gpipebal.planner.grid.ways import divisors, share_of, sizes_to_try
 from gpipebal.planner.quantiles import at_quantile
 from gpipebal.planner.question import Options
 from gpipebal.planner.solve import posed_of, solve
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = ["GridRow", "GridTable", "solve_grid"]
 
-#: Most numbers of micro-batches that are tried for each number of replicas.
-_MOST_CANDIDATES = 20
 #: Most splits that are looked at for each number of micro-batches.
 _MOST_TRIED = 40
 
@@ -243,51 +240,13 @@ def solve_grid(
     errors: list[tuple[int, GpipebalError]] = []
     rows = [
         _best(profile, replicas, n_devices // replicas, replica_link, options, errors)
-        for replicas in _divisors(n_devices)
+        for replicas in divisors(n_devices)
     ]
     rows.sort(key=lambda row: (row.time is None, row.time or 0.0, row.replicas))
     if rows[0].plan is None:
-        raise _no_plan(profile, n_devices, rows, errors)
+        refusals = [f"{row.replicas} x {row.partitions}: {row.refusal}" for row in rows]
+        raise no_plan(profile, n_devices, refusals, errors, options)
     return GridTable(tuple(rows), n_devices, profile.mini_batch_rows)
-
-
-def _no_plan(
-    profile: Profile, n_devices: int, rows: Sequence[GridRow], errors: Sequence[tuple[int, Any]]
-) -> GpipebalError:
-    """Say why no number of replicas has a plan, and what would help."""
-    reasons = "\n".join(f"  {row.replicas} x {row.partitions}: {row.refusal}" for row in rows)
-    text = (
-        f"no number of replicas has a plan: devices={n_devices} (expected one that fits, of "
-        f"replicas x partitions)\n{reasons}\nFix: "
-    )
-    if not errors:
-        nearest = _nearest_count(profile, n_devices)
-        return BalanceError(f"{text}n_devices={nearest}, or a mini-batch of more rows.")
-    lacking = [one for one in errors if isinstance(one[1], InfeasibleError)]
-    if lacking:
-        replicas, least = min(lacking, key=lambda one: one[1].shortage or 0)
-        advice = _of_grid(str(least).rpartition("Fix: ")[2], replicas)
-        return InfeasibleError(f"{text}{advice}", least.partition, least.shortage)
-    replicas, error = errors[0]
-    if all(str(other) == str(error) for _, other in errors):
-        return error  # it holds for any number of replicas
-    return BalanceError(text + _of_grid(str(error).rpartition("Fix: ")[2], replicas))
-
-
-def _nearest_count(profile: Profile, n_devices: int) -> int:
-    """Return the nearest number of devices that replicas with rows and partitions can share.
-
-    Example:
-        >>> _nearest_count(Profile.from_costs([1.0] * 3, chunks=2), 5)
-        4
-    """
-    most = profile.mini_batch_rows
-    counts = {
-        partitions * min(max(replicas, 1), most)
-        for partitions in range(1, profile.n_layers + 1)
-        for replicas in (n_devices // partitions, n_devices // partitions + 1)
-    }
-    return min(counts, key=lambda count: (abs(count - n_devices), count))
 
 
 def _best(
@@ -311,20 +270,20 @@ def _best(
             f"{count(partitions, 'partition')}."
         )
         return GridRow(replicas, partitions, refusal=why)
-    share = -(-profile.mini_batch_rows // replicas)
+    share = share_of(profile, replicas)
     rest: Options = {**options, "chunks": None}
     plain = rest.get("method", "auto") == "auto" and rest.get("time_limit") is None
     additions = Additions(profile, replicas, replica_link)
     best: Replicated | None = None
     bound = math.inf
     refusal = ""
-    for rows, chunks in _sizes_to_try(profile, share, options.get("chunks")):
+    for rows, chunks in sizes_to_try(profile, share, options.get("chunks")):
         sized = profile.at_rows(rows, mini_batch_rows=share)
         sized = sized if chunks is None else replace(sized, chunks=chunks)
         try:
             plan = solve(sized, partitions, **rest)
         except GpipebalError as error:
-            refusal = refusal or _of_grid(str(error).replace("\n", " "), replicas)
+            refusal = refusal or of_grid(str(error).replace("\n", " "), replicas)
             errors.append((replicas, error))
             continue
         (posed,) = posed_of(sized, partitions, rest)
@@ -346,42 +305,6 @@ def _best(
         waiting_time=best.time - best.plan.makespan,
         lower_bound=min(bound, best.time),
     )
-
-
-def _divisors(number: int) -> list[int]:
-    small = [k for k in range(1, math.isqrt(number) + 1) if number % k == 0]
-    return sorted({*small, *(number // k for k in small)})
-
-
-def _of_grid(refusal: str, replicas: int) -> str:
-    """Reword the advice to take more partitions: in a grid, as more devices."""
-    return re.sub(
-        r"\bpartitions=(\d+)", lambda found: f"n_devices={replicas * int(found[1])}", refusal
-    )
-
-
-def _sizes_to_try(
-    profile: Profile, share: int, chunks: int | str | Sequence[int] | None
-) -> Iterator[tuple[int, int | None]]:
-    """Yield the rows of a micro-batch and the number of micro-batches, for a replica's rows.
-
-    None: the profile's own, or as many as those rows need.
-    """
-    if chunks is None:
-        yield min(profile.rows, share), None
-        return
-    if chunks != "auto":
-        several = chunks if isinstance(chunks, (list, tuple, range)) else (chunks,)
-        counts = dict.fromkeys(min(check_chunks(one), share) for one in several)
-        yield from ((-(-share // count), count) for count in counts)
-        return
-    sizes = [profile.rows, *(other.rows for other in profile.other_sizes)]
-    found = {-(-share // number) for number in range(1, share + 1)}
-    known = [rows for rows in found if min(sizes) <= rows <= max(sizes)]
-    known = sorted(known or [min(profile.rows, share)], reverse=True)
-    # Spread over all of them where they are many.
-    step = max(1, -(-len(known) // _MOST_CANDIDATES))
-    yield from ((rows, -(-share // rows)) for rows in known[::step])
 
 
 def _peak(plan: Plan) -> int:
