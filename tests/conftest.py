@@ -94,7 +94,8 @@ def _threads() -> object:
 def _no_notes_of_modes() -> Iterator[None]:
     """Take off what torch notes for the process of dispatch modes, after each test.
 
-    Modes of two threads that overlap, as those of two compilations, may leave such a note.
+    Modes of threads that overlap may leave such a note: of a worker that was given up, for example,
+    or of a thread of the test's own.
     """
     yield
     modes = sys.modules.get("gpipebal.pipeline.process.modes")

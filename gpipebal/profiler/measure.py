@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.layers.devices import check_threads, share_of_cores, visible_cores
 from gpipebal.pipeline.process.caller import CallerState
+from gpipebal.pipeline.process.modes import no_notes_left
 from gpipebal.problem.checks import check_flag
 from gpipebal.profile import Profile
 from gpipebal.profiler.chain.failures import alone_already, is_out_of_memory
@@ -248,6 +249,7 @@ def profile_model(
     with (
         left_alone([module, loss_fn]),  # first: it waits for the end of another thread's profile
         torch_state_kept(),
+        no_notes_left(),
         compiled_apart(),
     ):
         state = CallerState.capture((where.type,))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,10 +14,8 @@ from torch.backends import cuda
 from torch.nn.utils import parametrize
 
 from gpipebal import GPipe
-from gpipebal.pipeline import measure_memory, with_recompute
+from gpipebal.pipeline import with_recompute
 from gpipebal.pipeline.minibatch.minibatch import MiniBatch
-from gpipebal.pipeline.observers.ledger import Ledger
-from gpipebal.pipeline.process import modes
 from gpipebal.pipeline.randomness import lent, seeds
 from gpipebal.pipeline.randomness.seeds import MiniBatchSeed
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
@@ -343,28 +340,3 @@ def test_an_interrupt_right_after_the_generators_were_taken(
         pipe(torch.ones(2, 2))
     assert is_free(lent.default_generators)
     pipe(torch.ones(2, 2)).sum().backward()
-
-
-@pytest.mark.parametrize("overlap", ["handed over", "inside"])
-def test_modes_of_two_threads_leave_no_note_of_themselves(overlap: str) -> None:
-    """Torch notes for the process that a mode is on, and puts back what each mode found."""
-    ledger, before = Ledger(2), modes.notes()
-    first, second = ledger.watch(0), ledger.watch(1)
-    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-        one.submit(first.__enter__).result()
-        other.submit(second.__enter__).result()
-        assert all(modes.notes())
-        ways = [(one, first), (other, second)]
-        for thread, mode in ways if overlap == "handed over" else reversed(ways):
-            thread.submit(mode.__exit__, None, None, None).result()
-    assert modes.notes() == before == [False] * 3
-
-
-def test_memory_of_a_step_leaves_no_note_of_a_mode() -> None:
-    """Its workers are in a mode each, at once."""
-    layer = nn.Linear(4, 4)
-    pipe = GPipe(nn.Sequential(*[copy.deepcopy(layer) for _ in range(4)]), [2, 2], chunks=4)
-    for _ in range(20):
-        with measure_memory(pipe):
-            pipe(torch.ones(8, 4)).sum().backward()
-        assert not any(modes.notes())

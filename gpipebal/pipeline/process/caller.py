@@ -21,6 +21,7 @@ import torch
 from torch.utils._device import DeviceContext
 
 from gpipebal.pipeline.process.engine_state import top_saved_tensors_hooks
+from gpipebal.pipeline.process.modes import no_notes_left
 from gpipebal.pipeline.process.process_wide import Settings, current_settings, settings_entered
 
 __all__ = ["CallerState", "whole_call"]
@@ -87,9 +88,14 @@ class CallerState:
         self._set_autocast_dtypes()
         return nullcontext() if self.device is None else self.device
 
-    def process_wide_entered(self) -> AbstractContextManager[None]:
-        """Return a context that has those of these settings that the whole process shares."""
-        return settings_entered(self.process_wide)
+    @contextmanager
+    def process_wide_entered(self) -> Iterator[None]:
+        """Run a block, in which workers run cells, under the settings that all threads share.
+
+        What torch notes for the process of the workers' modes is taken off afterwards.
+        """
+        with no_notes_left(), settings_entered(self.process_wide):
+            yield
 
     def _set_autocast_dtypes(self) -> None:
         """Let layers that turn autocast on by themselves cast to what the caller would.
