@@ -45,6 +45,7 @@ class MemoryMeter:
         A partition holds its parameters, gradients, buffers and optimizer state, what its worker
         allocates, and what it has received from its neighbours. A tensor that several partitions
         have belongs to the first of them: a parameter, or the mini-batch where it is passed on.
+        Of a larger tensor whose parts they keep, each has its parts, and the first the rest.
         What the caller makes of a tensor belongs to the partition that holds the tensor: an
         optimizer's intermediate results count with the parameter. The last partition holds the
         rest: gathered outputs, the loss and their gradients.
@@ -95,21 +96,7 @@ def measure_memory(
     meter = MemoryMeter(len(pipe.balance))
     ledger = meter.ledger
     states = [] if optimizer is None else optimizer_states(optimizer)
-    for j, partition in enumerate(pipe.partitions):
-        for parameter in partition.parameters():
-            if is_lazy(parameter):
-                continue  # it comes into being in the first forward, and counts from then on
-            ledger.hold([parameter, parameter.grad], j, keep=True)
-            for state in states:
-                ledger.hold(state.get(parameter, {}).values(), j, keep=True)
-    # After all parameters: a layer may have one of another's in a list.
-    for j, partition in enumerate(pipe.partitions):
-        # Without a name: layers may replace them before this frame ends.
-        ledger.hold(
-            (x for x in chain(partition.buffers(), attributes_of(partition)) if not is_lazy(x)),
-            j,
-            keep=True,
-        )
+    ledger.keep(_kept_in(pipe, states))
     devices = sorted({device for device in pipe.devices if device.type == "cuda"}, key=str)
     pipe.start_metering(ledger)
     try:
@@ -124,6 +111,24 @@ def measure_memory(
         meter._end()
         for device in devices:
             meter.device_peak_bytes[str(device)] = torch.cuda.max_memory_allocated(device)
+
+
+def _kept_in(
+    pipe: GPipe, states: Sequence[Mapping[Any, Mapping[str, Any]]]
+) -> Iterator[tuple[int, Any]]:
+    """Yield what partitions have all the time, each with the partition's number."""
+    for j, partition in enumerate(pipe.partitions):
+        for parameter in partition.parameters():
+            if is_lazy(parameter):
+                continue  # it comes into being in the first forward, and counts from then on
+            yield from ((j, one) for one in (parameter, parameter.grad))
+            for state in states:
+                yield from ((j, one) for one in state.get(parameter, {}).values())
+    # After all parameters: a layer may have one of another's in a list.
+    for j, partition in enumerate(pipe.partitions):
+        for one in chain(partition.buffers(), attributes_of(partition)):
+            if not is_lazy(one):
+                yield j, one
 
 
 def optimizer_states(optimizer: Any) -> list[Mapping[Any, Mapping[str, Any]]]:

@@ -202,20 +202,21 @@ def _check_tie(tie: TieProfile, n_layers: int) -> None:
 
 
 def _check_shares(profile: Profile) -> None:
-    """Refuse ties of more bytes than their layers have."""
-    parameters, gradients = [0] * profile.n_layers, [0] * profile.n_layers
+    """Refuse ties of more bytes of gradients than their layers have.
+
+    Of parameters they may have more: where these are parts of what an earlier layer has.
+    """
+    gradients = [0] * profile.n_layers
     for tie in profile.ties:
-        parameters[tie.layers[0]] += tie.parameter_bytes
         for k in tie.layers:
             gradients[k] += tie.gradient_bytes
-    for k, layer in enumerate(profile.layers):
-        for name, tied in (("parameter_bytes", parameters[k]), ("gradient_bytes", gradients[k])):
-            if tied > getattr(layer, name):
-                raise ProfileError(
-                    f"layer {layer.name!r} has less than what is tied to others: "
-                    f"{name}={getattr(layer, name)} (expected {tied} or more).\n"
-                    "Fix: profile the model again."
-                )
+    for layer, tied in zip(profile.layers, gradients, strict=True):
+        if tied > layer.gradient_bytes:
+            raise ProfileError(
+                f"layer {layer.name!r} has less than what is tied to others: "
+                f"gradient_bytes={layer.gradient_bytes} (expected {tied} or more).\n"
+                "Fix: profile the model again."
+            )
 
 
 def _check_other_sizes(profile: Profile) -> None:

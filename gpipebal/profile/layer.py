@@ -34,11 +34,12 @@ class LayerProfile:
             works by itself; None: the host does the work.
         backward_host_time: The same for the backward.
         flops: Floating-point operations of the forward; None: not counted.
-        parameter_bytes: Bytes of parameters that no earlier layer holds.
+        parameter_bytes: Bytes of parameters that no earlier layer holds. Where they are parts of
+            something larger, the first layer that has any of it counts what is in no other.
         gradient_bytes: Bytes of gradients that its backward makes: of those parameters, and of
             those that an earlier layer holds and this one uses too.
-        buffer_bytes: Bytes of buffers that no earlier layer holds, and of what its forward leaves
-            behind as attributes.
+        buffer_bytes: Bytes of buffers and attributes that no earlier layer holds, counted in the
+            same way, and of what its forward leaves behind as attributes.
         kept_buffer_bytes: Bytes of the copies of buffers that a micro-batch which is recomputed
             keeps from its forward to its recompute.
         saved_buffer_bytes: How many of `kept_buffer_bytes` the graph of the recompute keeps until
@@ -178,7 +179,8 @@ class TieProfile:
 
     Attributes:
         layers: Indices of the layers that have them, in ascending order; two or more.
-        parameter_bytes: Bytes of the parameters; the first layer's `parameter_bytes` has them too.
+        parameter_bytes: Bytes of the parameters. The first layer's `parameter_bytes` has them too,
+            unless they lie in memory that an earlier layer has.
         gradient_bytes: Bytes of their gradients, counted for one use; every layer's
             `gradient_bytes` has them too.
     """

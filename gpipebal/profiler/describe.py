@@ -19,7 +19,8 @@ from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profile import LayerProfile
 from gpipebal.profile.fingerprint import fingerprint
 from gpipebal.profiler.memory.layer_memory import ChainGradients, LayerMemory, given_their_own
-from gpipebal.profiler.replicas.replica import layer_of_tensors, own_bytes
+from gpipebal.profiler.replicas.owned import own_bytes
+from gpipebal.profiler.replicas.replica import layer_of_tensors
 from gpipebal.profiler.step.optimizer import Maker
 from gpipebal.profiler.step.step import StandInsError, optimizer_peaks, optimizer_state_bytes
 from gpipebal.profiler.survey import Survey
@@ -52,6 +53,7 @@ def describe_layers(
     times: Times,
     found: Survey,
     optimizer: OptimizerMemory,
+    device_type: str,
 ) -> tuple[tuple[LayerProfile, ...], dict[str, Settled]]:
     """Describe every layer, and how its times were reconciled with the whole chain's."""
     settled = {
@@ -64,7 +66,8 @@ def describe_layers(
     }
     host_forward = settle_launches(times.host_forward, times.host_whole_forward)
     host_backward = settle_launches(times.host_backward, times.host_whole_backward)
-    columns = known_columns(names, modules, found.memory, found.gradients, optimizer, found.flops)
+    known = (found.memory, found.gradients, optimizer, found.flops)
+    columns = known_columns(names, modules, *known, device_type)
     layers = tuple(
         LayerProfile(
             forward_time=float(settled["forward"].times[k]),
@@ -89,9 +92,10 @@ def known_columns(
     gradients: ChainGradients,
     optimizer: OptimizerMemory,
     flops: Sequence[int | None],
+    device_type: str,
 ) -> list[dict[str, Any]]:
     """Return the columns of each layer's profile that do not say how long it takes."""
-    owner, given_own = layer_of_tensors(modules), given_their_own(memory)
+    own, given_own = own_bytes(modules, device_type), given_their_own(memory)
     return [
         {
             "name": names[k],
@@ -102,7 +106,7 @@ def known_columns(
             "optimizer_carried_bytes": optimizer.carried_of(k),
             "fingerprint": fingerprint(module),
             **memory[k].columns(
-                own_bytes(modules, k, owner),
+                own[k],
                 names[k],
                 module,
                 given_own=given_own[k],

@@ -25,7 +25,8 @@ from gpipebal.profiler.describe import (
     optimizer_memory,
 )
 from gpipebal.profiler.doubts import doubts_about, doubts_about_loss
-from gpipebal.profiler.replicas.replica import bytes_of_loss, replicate
+from gpipebal.profiler.replicas.owned import bytes_of_loss
+from gpipebal.profiler.replicas.replica import replicate
 from gpipebal.profiler.step.gathered import (
     GatheredTerms,
     measure_gathered,
@@ -304,7 +305,7 @@ class Study:
     ) -> Profile:
         is_main = size is self._sizes[0]
         layers, settled = describe_layers(
-            self.names, self.modules, size.times, size.found, optimizer
+            self.names, self.modules, size.times, size.found, optimizer, self.device.type
         )
         step = replace(self._step_of(size, optimizer_time), optimizer_together=optimizer.together)
         described = describe_times(size.rows, settled)
@@ -366,7 +367,9 @@ class Study:
             )
         gather_time, whole_loss, gathered = terms or (None, None, ())
         if whole_loss is not None:
-            whole_loss = replace(whole_loss, **bytes_of_loss(self._loss_fn, self.modules))
+            whole_loss = replace(
+                whole_loss, **bytes_of_loss(self._loss_fn, self.modules, self.device.type)
+            )
         return StepTerms(gather_time, loss, whole_loss, gathered, optimizer_time)
 
     def _loss_of(self, size: _Size) -> LayerProfile | None:
@@ -380,7 +383,7 @@ class Study:
             without_graph=size.times.loss_without_graph,
             flops=size.loss.flops,
         )
-        return replace(loss, **bytes_of_loss(self._loss_fn, self.modules))
+        return replace(loss, **bytes_of_loss(self._loss_fn, self.modules, self.device.type))
 
 
 def _versions(module: nn.Module) -> list[int]:

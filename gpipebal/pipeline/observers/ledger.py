@@ -2,8 +2,9 @@
 
 The memory of a tensor is its storage, and tensors share storages, so the ledger counts storages:
 born when an operation returns one that did not exist before, gone when torch frees it. Every
-storage is charged to one owner, a partition. What an operation uses inside and frees before it
-returns (a library's workspace) is not seen, on any device.
+storage is charged to one owner, a partition; only what several partitions keep parts of, as models
+with all parameters in one tensor do, is shared out among them. What an operation uses inside and
+frees before it returns (a library's workspace) is not seen, on any device.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpipebal.pipeline.observers.in_place import InPlace
+from gpipebal.pipeline.observers.shares import Shared, place_in_storage, share_out
 from gpipebal.pipeline.process.eager import EagerDispatchMode
 from gpipebal.pipeline.values.tensors import has_storage, plain_parts, storage_key
 
@@ -43,11 +46,28 @@ class Ledger:
         self.total_peak = 0
         self._entries: dict[int, tuple[int, int]] = {}
         self._kept: set[int] = set()
+        # Storages that several owners keep, with the bytes of each and where their tensors begin.
+        self._shared: dict[int, tuple[dict[int, int], dict[int, int]]] = {}
         # Each tells when its storage dies. They go with the ledger, perhaps before a storage does.
         self._references: dict[int, weakref.ref[Any]] = {}
         self._self = weakref.ref(self)
         # Storages die in any thread and at any allocation, also inside these methods.
         self._lock = threading.RLock()
+
+    def keep(self, tensors: Iterable[tuple[int, Any]]) -> None:
+        """Charge tensors to owners that keep them from now on, whoever holds them later.
+
+        What tensors of several owners lie in is shared out among these, as `share_out` does it.
+
+        Args:
+            tensors: Owners and their tensors; anything that is not a tensor is skipped.
+        """
+        owned = ((owner, tensor) for owner, tensor in tensors if isinstance(tensor, Tensor))
+        for key, shared in share_out(owned).items():
+            with self._lock:
+                self._leave(key)
+                self._kept.add(key)
+                self._charge(key, shared)
 
     def hold(self, tensors: Iterable[Any], owner: int, *, keep: bool = False) -> None:
         """Charge tensors to an owner, taking them over from whoever held them.
@@ -105,10 +125,16 @@ class Ledger:
         return _Watch(self, owner, follow)
 
     def owner_of(self, tensor: Tensor) -> int | None:
-        """Return the owner of a tensor's storage; None: it has none."""
+        """Return the owner of a tensor's storage; None: it has none.
+
+        Of a storage that several owners keep: of the tensor that begins where this one does.
+        """
+        key = storage_key(tensor)
         with self._lock:
-            entry = self._entries.get(storage_key(tensor))
-        return None if entry is None else entry[0]
+            entry, shared = self._entries.get(key), self._shared.get(key)
+        if entry is None or shared is None:
+            return None if entry is None else entry[0]
+        return shared[1].get(place_in_storage(tensor), entry[0])
 
     def replace(self, former: Tensor, tensor: Tensor) -> None:
         """Charge a new tensor to the owner of another one, which does not count any more.
@@ -135,21 +161,37 @@ class Ledger:
                 self.live[entry[0]] -= n_bytes
             else:
                 n_bytes = storage.nbytes()
-                # torch keeps the storage's Python object as long as the storage lives.
-                self._references[key] = weakref.ref(storage, partial(_leave, self._self, key))
+                self._refer_to(key, storage)
             self._entries[key] = (owner, n_bytes)
             self.live[owner] += n_bytes
             self.peaks[owner] = max(self.peaks[owner], self.live[owner])
             self.total_peak = max(self.total_peak, sum(self.live))
         return entry is None
 
+    def _refer_to(self, key: int, storage: torch.UntypedStorage) -> None:
+        # torch keeps the storage's Python object as long as the storage lives.
+        self._references[key] = weakref.ref(storage, partial(_leave, self._self, key))
+
+    def _charge(self, key: int, shared: Shared[int]) -> None:
+        """Charge a storage, which is not in the ledger, to its owners."""
+        by_owner = shared.by_owner
+        self._refer_to(key, shared.storage)
+        self._entries[key] = (shared.first, sum(by_owner.values()))
+        if len(by_owner) > 1:
+            self._shared[key] = by_owner, shared.owners_at
+        for owner, n_bytes in by_owner.items():
+            self.live[owner] += n_bytes
+            self.peaks[owner] = max(self.peaks[owner], self.live[owner])
+        self.total_peak = max(self.total_peak, sum(self.live))
+
     def _leave(self, key: int) -> None:
         with self._lock:
             self._references.pop(key, None)
             self._kept.discard(key)
-            entry = self._entries.pop(key, None)
+            entry, shared = self._entries.pop(key, None), self._shared.pop(key, None)
             if entry is not None:
-                self.live[entry[0]] -= entry[1]
+                for owner, n_bytes in [entry] if shared is None else shared[0].items():
+                    self.live[owner] -= n_bytes
 
 
 def _leave(ledger: weakref.ref[Ledger], key: int, _: weakref.ref[Any]) -> None:

@@ -26,10 +26,8 @@ from gpipebal.profiler.memory.layer_memory import (
     number_gradients,
 )
 from gpipebal.profiler.replicas.harmless import left_alone
-from gpipebal.profiler.replicas.replica import (
-    bytes_of_loss,
-    check_not_lazy,
-)
+from gpipebal.profiler.replicas.owned import bytes_of_loss
+from gpipebal.profiler.replicas.replica import check_not_lazy
 from gpipebal.profiler.replicas.torch_state import torch_state_kept
 from gpipebal.profiler.setting import choose_rows, random_numbers_kept
 from gpipebal.profiler.step.optimizer import OptimizerLike
@@ -325,7 +323,7 @@ class _Work:
         loss, why = estimate_loss(self.loss_fn, target, outputs, numbers, self.rates)
         if why:
             reasons["loss"] = why
-        return replace(loss, **bytes_of_loss(self.loss_fn, self.modules))
+        return replace(loss, **bytes_of_loss(self.loss_fn, self.modules, self.rates.device_type))
 
     def _layers(
         self, estimates: Sequence[Estimate], gradients: ChainGradients
@@ -337,6 +335,7 @@ class _Work:
             gradients,
             self._memory,
             [found.costs.flops for found in estimates],
+            self.rates.device_type,
         )
         return tuple(
             LayerProfile(

@@ -183,7 +183,7 @@ class LayerRun(NamedTuple):
         constant: Those of them that exist all the time.
         through: For each input that was handed through, by place, the key of its storage and the
             place of the output that it is.
-        kept_bytes: Bytes of what the layer keeps after its forward.
+        kept_bytes: Bytes of what the layer keeps after its forward, besides its parameters.
         hands_back_own: For each input's gradient, by place, whether nothing else holds its memory.
         hands_back: In which memory each input's gradient is, by place.
         has_copied: Whether the gradient that is kept of an input is a copy, apart from those that
@@ -261,7 +261,8 @@ def forward_and_backward(
         saved = _bytes_of_live(packed)
         layer = chain.layers[k]
         mine = {key for tensor in own_tensors(layer) for key in _keys_of(tensor)} - saved.keys()
-        for key in sorted(ledger.born_since(before) - handed - mine):
+        born = ledger.born_since(before)
+        for key in sorted(born - handed - mine):
             saved.setdefault(key, ledger.bytes_of(key) or 0)
         for tensor in filter(has_storage, _kept_by_functions(outputs)):
             if storage_key(tensor) not in mine:
@@ -314,7 +315,7 @@ def forward_and_backward(
         saved=saved,
         constant=constant,
         through=through,
-        kept_bytes=sum(map(bytes_of, kept)),
+        kept_bytes=_bytes_of_kept(kept, born),
         hands_back_own=are_own,
         hands_back=back,
         has_copied=has_copied,
@@ -322,6 +323,22 @@ def forward_and_backward(
         given=given_in,
         begun=begun,
     )
+
+
+def _bytes_of_kept(kept: Iterable[Tensor], born: Collection[int]) -> int:
+    """Return the bytes of what a layer keeps: of parts of what its forward has made, of all of it.
+
+    Args:
+        kept: Tensors that it keeps.
+        born: Keys of the storages that its forward has made.
+    """
+    whole, apart = dict[int, int](), 0
+    for part in (part for tensor in kept for part in plain_parts(tensor)):
+        if has_storage(part) and storage_key(part) in born:
+            whole[storage_key(part)] = part.untyped_storage().nbytes()
+        else:
+            apart += part.nbytes
+    return apart + sum(whole.values())
 
 
 def _is_elsewhere(gradient: Tensor | None, key: int) -> bool:

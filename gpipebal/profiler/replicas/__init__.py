@@ -1,6 +1,7 @@
 """Replicas: what is measured instead of the caller's layers, so that these stay as they are.
 
 Read in this order: `copying` (a copy of one layer), `replica` (copies that share the parameters'
-memory), `compiled` (layers that torch compiles), `harmless`, `caches` and `torch_state` (what is
-put back afterwards), `reads` and `identity` (which layers are alike).
+memory), `owned` (bytes that layers have all the time), `compiled` (layers that torch compiles),
+`harmless`, `caches` and `torch_state` (what is put back afterwards), `reads` and `identity` (which
+layers are alike).
 """

@@ -25,7 +25,6 @@ __all__ = [
     "check_not_lazy",
     "kept_by",
     "layer_of_tensors",
-    "own_bytes",
     "parameter_bytes",
     "replicate",
     "stand_ins",
@@ -147,36 +146,3 @@ def kept_by(layer: nn.Module) -> list[Tensor]:
     parameters = set(map(id, layer.parameters()))
     found = {id(tensor): tensor for tensor in (*layer.buffers(), *attributes_of(layer))}
     return [tensor for key, tensor in found.items() if key not in parameters]
-
-
-def own_bytes(layers: Sequence[nn.Module], index: int, owner: dict[int, int]) -> dict[str, int]:
-    """Count the bytes of what a layer keeps and no earlier one has, and of all gradients.
-
-    Each use of a parameter makes a gradient of its own; see `find_ties` for which are added up.
-    """
-
-    def mine(tensor: Tensor) -> bool:
-        return owner[id(tensor)] == index
-
-    parameters = list(layers[index].parameters())
-    return {
-        "parameter_bytes": sum(bytes_of(p) for p in parameters if mine(p)),
-        "gradient_bytes": sum(bytes_of(p) for p in parameters if p.requires_grad),
-        "buffer_bytes": sum(bytes_of(b) for b in kept_by(layers[index]) if mine(b)),
-    }
-
-
-def bytes_of_loss(loss_fn: object, layers: Sequence[nn.Module]) -> dict[str, Any]:
-    """Count the bytes of what a loss that is a module keeps and no layer has, and of its gradients.
-
-    Its buffers count as parameters: the buffers of a loss are its target.
-    """
-    if not isinstance(loss_fn, nn.Module):
-        return {}
-    known = {id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())}
-    parameters = [p for p in loss_fn.parameters() if id(p) not in known]
-    buffers = [b for b in loss_fn.buffers() if id(b) not in known]
-    return {
-        "parameter_bytes": sum(bytes_of(tensor) for tensor in (*parameters, *buffers)),
-        "gradient_bytes": sum(bytes_of(p) for p in parameters if p.requires_grad),
-    }
