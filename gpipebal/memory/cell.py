@@ -106,12 +106,13 @@ class Cell:
         return self.outputs.union(*(skip.storages for skip in self.outgoing))
 
     @cached_property
-    def callers(self) -> Storages:
-        """Storages that belong to the caller and exist all the time: in the first partition.
+    def others(self) -> Storages:
+        """Storages that no cell owns, as they exist all the time: the caller's, or a layer's.
 
         Where partitions do not share a memory, later ones have copies, if it is handed that far.
         """
-        return frozenset(self.profile.inputs if self.shared_memory or not self.first else ())
+        keepers = {**dict.fromkeys(self.profile.inputs, 0), **self.profile.keepers}
+        return frozenset(s for s, k in keepers.items() if self.shared_memory or self.first <= k)
 
     @property
     def gives_outputs(self) -> bool:
@@ -255,8 +256,8 @@ class Cell:
         return any(before.gradient_bytes for before in self.profile.layers[:layer])
 
     def bytes_of(self, storages: Storages) -> int:
-        """Add up storages, without those of the caller."""
-        return self.profile.bytes_of(storages - self.callers)
+        """Add up storages, without those that exist all the time."""
+        return self.profile.bytes_of(storages - self.others)
 
     def held(self, *, again: bool) -> int:
         """Bytes that a cell holds from its forward on; `again`: it is recomputed later."""
@@ -308,7 +309,7 @@ class Cell:
         gets the output itself. Outputs of a graph that is made `again` do not go to the caller.
         """
         keeps = chunks == 1 and self.gives_outputs and not again
-        return self.outputs - self.callers if keeps else frozenset()
+        return self.outputs - self.others if keeps else frozenset()
 
     def backward(
         self, *, again: bool, gradients_exist: bool, kept: Storages = frozenset()

@@ -76,7 +76,8 @@ def leaves_input(profile: Profile, first: int, layer: int) -> bool:
 def recomputed_from(profile: Profile, first: int) -> Iterator[InRun]:
     """Yield what each layer from `first` on costs in a run that begins there."""
     given = given_to(profile, first)
-    made: set[int] = set()
+    # What a layer keeps is there before the run.
+    made = {storage for storage, keeper in profile.keepers.items() if keeper >= first}
     # What exists again when a layer's recompute is done, and the most since the run's began.
     remade = peak = 0
     for k in range(first, profile.n_layers):

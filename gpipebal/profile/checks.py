@@ -45,7 +45,9 @@ LIST_FIELDS = (
 )
 #: Fields of a layer that are texts, and those that name storages.
 TEXT_FIELDS = ("name", "kind", "fingerprint")
-STORAGE_FIELDS = ("outputs", "saved", "handed_through", "gradient_storages", "written")
+STORAGE_FIELDS = (
+    *("outputs", "saved", "handed_through", "kept_outputs", "gradient_storages", "written"),
+)
 _STEP_TIMES = (
     "gather_time",
     "optimizer_time",

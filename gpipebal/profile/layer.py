@@ -50,6 +50,9 @@ class LayerProfile:
             and buffers.
         handed_through: Storages of its input that it outputs as they are: the gradient that its
             backward is given is the one that it returns, in the same memory.
+        kept_outputs: Storages of its output, and of what it stashes, that it keeps all the time:
+            those of buffers and parameters that it returns. `buffer_bytes` and `parameter_bytes`
+            have them too.
         output_bytes: Bytes of the storages in `outputs`.
         output_gradient_bytes: Bytes of the gradients that its backward is given for its output,
             without skip connections: more than the output's storages have where a tensor is output
@@ -116,6 +119,7 @@ class LayerProfile:
     outputs: tuple[int, ...] = ()
     saved: tuple[int, ...] = ()
     handed_through: tuple[int, ...] = ()
+    kept_outputs: tuple[int, ...] = ()
     output_bytes: int = 0
     output_gradient_bytes: int | None = None
     gradient_storages: tuple[int, ...] | None = None
@@ -136,7 +140,7 @@ class LayerProfile:
     fingerprint: str = ""
 
     def __post_init__(self) -> None:
-        keep_as_tuples(self, "outputs", "saved", "handed_through", "written")
+        keep_as_tuples(self, "outputs", "saved", "handed_through", "kept_outputs", "written")
         if self.gradient_storages is not None:
             keep_as_tuples(self, "gradient_storages")
 

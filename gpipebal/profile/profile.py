@@ -271,6 +271,11 @@ class Profile:
         return self.n_layers - 1
 
     @cached_property
+    def keepers(self) -> Mapping[int, int]:
+        """Which layers keep the storages that are `kept_outputs`, by storage."""
+        return {s: k for k, layer in enumerate(self.layers) for s in layer.kept_outputs}
+
+    @cached_property
     def _without_gradient(self) -> frozenset[int]:
         return frozenset(self.without_gradient)
 

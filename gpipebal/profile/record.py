@@ -8,9 +8,10 @@ version 5 (without the bytes of gradients between layers), version 6 (without in
 micro-batches have in common), version 7 (without turns), version 8 (without the turns of first
 cells), version 9 (without what gradients hold that are parts of larger ones), version 10 (without
 the bytes of inputs that layers write to), version 11 (without what gradients have in common, and
-which inputs are written to) and version 12 (without how much of peaks is copies of gradients that
-have memory in common). What they do not tell is unknown, so that every storage between layers
-is taken to have a gradient, in memory of its own.
+which inputs are written to), version 12 (without how much of peaks is copies of gradients that have
+memory in common) and version 13 (without which outputs layers keep). What they do not tell is
+unknown, so that every storage between layers is taken to have a gradient, in memory of its own, and
+to be another for each micro-batch.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["FORMAT", "VERSION", "parts_of", "record_of"]
 
 FORMAT = "gpipebal-profile"
-VERSION = 13
+VERSION = 14
 
 #: Fields of layers and skips up to version 11.
 _TOLD_ALONE = (

@@ -133,7 +133,7 @@ def _between(
         same = [(size.rows, size.step.loss) for size in alike if size.step.loss is not None]
         target = count_at([(r, found.buffer_bytes) for r, found in same], rows)
         loss = replace(_layer_at(loss, known, same, rows, bad_fits), buffer_bytes=target)
-    by_rows = _named(nearest) - set(nearest.common_inputs)
+    by_rows = _named(nearest) - set(nearest.common_inputs) - nearest.keepers.keys()
     storages = [
         count_at([(size.rows, size.storages[index]) for size in alike], rows)
         if index in by_rows

@@ -331,6 +331,7 @@ def _repeat(walk: SizeWalk, twin: _Twin) -> None:
             outputs=distinct_numbers(handed),
             saved=distinct_numbers([own(number) for number in memory.saved]),
             handed_through=distinct_numbers([own(number) for number in memory.handed_through]),
+            kept_outputs=distinct_numbers([own(number) for number in memory.kept_outputs]),
             written=distinct_numbers([own(number) for number in memory.written]),
         )
     )

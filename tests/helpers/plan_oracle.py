@@ -99,6 +99,13 @@ def profiles(draw: st.DrawFn, largest: int = 5, shortest: int = 0) -> gb.Profile
         replace(skip, storages=outputs) if outputs and draw(st.booleans()) else skip
         for skip, outputs in zip(skips, own, strict=True)
     ]
+    inputs = draw(some(2))
+    earlier = set(inputs)
+    for k, one in enumerate(layers):
+        new = set(one.outputs).union(*(s.storages for s in skips if s.source == k)) - earlier
+        kept = draw(st.sampled_from([(), (), tuple(sorted(new))]))
+        layers[k] = replace(one, kept_outputs=kept)
+        earlier.update(new)
     for tie in ties:
         for k in tie.layers:
             layers[k] = replace(
@@ -106,7 +113,6 @@ def profiles(draw: st.DrawFn, largest: int = 5, shortest: int = 0) -> gb.Profile
                 parameter_bytes=layers[k].parameter_bytes + tie.parameter_bytes,
                 gradient_bytes=layers[k].gradient_bytes + tie.gradient_bytes,
             )
-    inputs = draw(some(2))
     return gb.Profile(
         tuple(layers),
         tuple(storages),

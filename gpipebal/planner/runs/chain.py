@@ -77,10 +77,18 @@ class LayerChain:
         return found
 
     @cached_property
+    def others_until(self) -> Mapping[int, int]:
+        """By storage that exists all the time, the last first layer of runs that have it so.
+
+        For the caller's storages that is the first layer, for others the one that keeps them.
+        """
+        return {**dict.fromkeys(self.profile.inputs, 0), **self.profile.keepers}
+
+    @cached_property
     def bytes(self) -> Sequence[int]:
-        """Bytes of every storage for its receiver: in one memory, 0 for the caller's."""
+        """Bytes of every storage for its receiver: in one memory, 0 for those of others."""
         sizes = list(self.profile.storages)
-        for storage in self.profile.inputs if self.shared_memory else ():
+        for storage in self.others_until if self.shared_memory else ():
             sizes[storage] = 0
         return sizes
 

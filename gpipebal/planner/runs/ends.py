@@ -156,8 +156,7 @@ class RunEnds:
         """
         inputs = self._tables.inputs
         mine = self._firsts <= handing
-        if storage in self._profile.inputs:
-            mine &= self._firsts > 0
+        mine &= self._firsts > self._chain.others_until.get(storage, -1)
         if again:
             mine &= inputs.have(storage, end)
         return np.where(mine, inputs.comes_in(storage, end), self._chain.never)
@@ -172,8 +171,7 @@ class RunEnds:
         for storage in set(self._profile.layers[-1].outputs):
             comes_in = self._tables.inputs.comes_in(storage, self._n)
             in_graph = (comes_in < self._chain.never) & ~self._idle_to_end
-            if storage in self._profile.inputs:
-                in_graph &= (self._firsts > 0) & (not self._chain.shared_memory)
+            in_graph &= self._firsts > self._chain.others_until.get(storage, -1)
             missing = comes_in[:, None] > np.arange(1, last + 1)[None, :]
             n_bytes = self._chain.bytes[storage]
             yield 0, -(missing & in_graph[:, None]).astype(self._tables.kind) * n_bytes

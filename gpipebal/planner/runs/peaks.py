@@ -156,8 +156,7 @@ class RunPeaks:
         total = self._column([0] * len(self.firsts))
         for storage in set(storages):
             held = tables.inputs.comes_in(storage, self._n) < self._chain.never
-            if storage in self._profile.inputs:
-                held &= self.firsts > 0
+            held &= self.firsts > self._chain.others_until.get(storage, -1)
             total += (held & ~self._idle[:, -1]) * self._chain.bytes[storage]
         return total
 
@@ -208,14 +207,16 @@ class RunPeaks:
             return lambda moment: 0
         profile, n = self._profile, self._n
         outputs = frozenset(profile.layers[-1].outputs)
-        # Runs from the first layer on have the caller's input; in one memory all have it.
-        have_it = (self.firsts == 0) | self._shared
-        cells = [Cell(profile, first, n, None, self._shared) for first in (n - 1, 0)]
+        # Which of them exist all the time depends on where a run begins.
+        others = self._chain.others_until
+        places = sorted({0, *(k + 1 for s, k in others.items() if s in outputs and k + 1 < n)})
+        at = np.searchsorted(places, self.firsts, side="right") - 1
+        cells = [Cell(profile, first, n, None, self._shared) for first in places]
         sizes = self._column([cell.bytes_of(outputs) for cell in cells])
-        size, in_graph = sizes[have_it.astype(int)], self._in_graph(outputs)
+        size, in_graph = sizes[at], self._in_graph(outputs)
         at_loss = next(moment for moment in moments if moment.kind == "L")
         given = self._chunks * size - at_loss.n_graphs * in_graph
-        ways = list(zip(have_it.tolist(), given.tolist(), strict=True))
+        ways = list(zip(at.tolist(), given.tolist(), strict=True))
         found = {
             (k, n_bytes): around_loss(
                 cells[k], self._chunks, n_bytes, gradients_exist=gradients_exist
@@ -223,10 +224,7 @@ class RunPeaks:
             for k, n_bytes in set(ways)
         }
         around = [found[way] for way in ways]
-        always = self._column([one.always for one in around])
-        after = self._column([one.after for one in around])
-        most = self._column([one.most for one in around])
-        stays = self._column([one.stays for one in around])
+        most, stays, always, after = map(self._column, zip(*around, strict=True))
 
         def beside(moment: RowMoment) -> Table:
             if moment.kind == "L":

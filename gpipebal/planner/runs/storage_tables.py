@@ -78,9 +78,10 @@ class StorageTables:
     def _own_from(self, storage: int) -> int:
         """Return the first layer from which on runs own what they have of a storage.
 
-        The mini-batch is the caller's; runs from the first layer on do not have another one.
+        The mini-batch is the caller's; runs from the first layer on do not have another one. Nor do
+        runs that have the layer which keeps what it outputs.
         """
-        return int(storage in self.chain.profile.inputs)
+        return 1 + self.chain.others_until.get(storage, -1)
 
     def of_skips(self, n_bytes: Sequence[int], *, popped: bool) -> Table:
         """Add up bytes of skips that the runs to each end pop from before, or stash for later."""

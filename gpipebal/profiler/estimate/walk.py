@@ -180,6 +180,7 @@ class Walk:
                 output_bytes=sum(numbers.bytes[number] for number in outputs),
                 saved=tuple(outer[number] for number in memory.saved),
                 handed_through=tuple(outer[number] for number in memory.handed_through),
+                kept_outputs=tuple(outer[number] for number in memory.kept_outputs),
                 written=tuple(outer[number] for number in memory.written),
             ),
         )

@@ -77,6 +77,7 @@ class LayerMemory:
     outputs: tuple[int, ...]
     saved: tuple[int, ...]
     handed_through: tuple[int, ...]
+    kept_outputs: tuple[int, ...]
     written: tuple[int, ...]
     output_bytes: int
     output_gradient_bytes: int

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
-from gpipebal.pipeline.values.tensors import bytes_of, plain_parts, storage_key
+from gpipebal.pipeline.values.tensors import bytes_of, has_storage, plain_parts, storage_key
 from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.failures import memory_for
 from gpipebal.profiler.chain.gradients import needs_gradient
@@ -54,8 +54,10 @@ def measure_layer_memory(
     layer, value = chain.layers[k], arrived.value
     if chain.device.type == "cuda":
         _warm_up(chain, k, value)
-    there = (*own_tensors(layer), *tensors_reached(layer), *constants)
-    constants = [part for own in there for part in plain_parts(own)]
+    own = own_tensors(layer)
+    keys_of_own = [storage_key(x) for one in own for x in plain_parts(one) if has_storage(x)]
+    there = (*own, *tensors_reached(layer), *constants)
+    constants = [part for one in there for part in plain_parts(one)]
     known = _known(chain, k, arrived)
     ledger = DeviceLedger(chain.device)
     ledger.hold([*chain.inputs(k, value), *constants], 0)
@@ -70,7 +72,11 @@ def measure_layer_memory(
         kept[storage_key(buffer)] += buffer.nbytes
     del large
     run = forward_and_backward(chain, k, value, ledger, constants)
+    n_before = len(numbers.bytes)
     hands_on = _handed_on(chain, k, arrived, run.passed, known, numbers)
+    kept_outputs = distinct_numbers(
+        known[key] for key in keys_of_own if known.get(key, -1) >= n_before
+    )
     for key, n_bytes in run.saved.items():
         if key not in known:
             known[key] = numbers.new(n_bytes)
@@ -120,6 +126,7 @@ def measure_layer_memory(
         outputs=hands_on.storages,
         saved=saved_numbers,
         handed_through=through_numbers,
+        kept_outputs=kept_outputs,
         written=distinct_numbers(given[place] for place in sorted(chain.written[k])),
         output_bytes=sum(numbers.bytes[number] for number in hands_on.storages),
         output_gradient_bytes=gradient_bytes,
