@@ -13,7 +13,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -37,6 +37,8 @@ MAX_FILE_BYTES = 256 * 2**20
 MAX_VALUES = 2**23
 #: No file of ours nests deeper than this; one that does is refused before it is walked through.
 MAX_DEPTH = 32
+#: A suffix of so many bytes tells no type of file.
+_LONG_SUFFIX = 100
 #: Errors of writing: a full disk, a user's share of it that is used up, a limit on a file's size.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 #: How JSON writes one of the two halves of a character; most often the other one is next to it.
@@ -49,16 +51,15 @@ _Noun = TypeVar("_Noun")
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Give a temporary name next to `path`; move the file there only if the block succeeds.
 
-    The old file, if any, stays whole when the block raises or the process dies. A link stays a
-    link, and the file that it leads to is the one that is written.
+    The old file, if any, stays whole when the block raises or the process dies; the new one has its
+    permissions. A link stays a link, and the file that it leads to is the one that is written.
 
     Raises:
         KindError: `path` is not a path.
         FileFormatError: `path` is something other than an ordinary file, which this would replace,
             or there is no room for it.
     """
-    target = Path(os.path.realpath(check_path(path)))
-    what = _not_a_file(target)
+    what, target = _not_a_file(path), Path(os.path.realpath(check_path(path)))
     if what is not None:
         raise _refused(path, f"cannot be written: {what}.", "give the name of an ordinary file.")
     temporary: Path | None = None
@@ -66,6 +67,8 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = _make_beside(target)
         yield temporary
+        with suppress(FileNotFoundError):
+            temporary.chmod(stat.S_IMODE(target.stat().st_mode))
         temporary.replace(target)
     except OSError as error:
         if error.errno not in NO_ROOM:
@@ -79,8 +82,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 def why_not_writable(path: str | os.PathLike[str]) -> str | None:
     """Say why no file can be written to `path`, by making one next to it; None if one can."""
-    target = Path(os.path.realpath(path))
-    what = _not_a_file(target)
+    what, target = _not_a_file(path), Path(os.path.realpath(path))
     if what is not None:
         return what
     if not os.path.isdir(target.parent):
@@ -93,11 +95,13 @@ def why_not_writable(path: str | os.PathLike[str]) -> str | None:
     return None
 
 
-def _not_a_file(target: Path) -> str | None:
+def _not_a_file(path: str | os.PathLike[str]) -> str | None:
     """Say what is at a path if it is not an ordinary file, such as a device; None if nothing."""
-    if os.path.isdir(target):
+    if os.path.isdir(path):
         return "it is a folder"
-    if os.path.exists(target) and not os.path.isfile(target):
+    # What is behind an open file, as /dev/stdout is, may be an ordinary one: it would be replaced.
+    is_open = Path(os.path.abspath(check_path(path))).parts[:2] in (("/", "dev"), ("/", "proc"))
+    if os.path.exists(path) and (is_open or not os.path.isfile(path)):
         return "it is not an ordinary file"
     return None
 
@@ -108,8 +112,12 @@ def _make_beside(target: Path) -> Path:
     It is an ordinary file, as all that a program makes. Those of `tempfile` are for their owner
     only, and to learn what others may read the umask of the process would have to be changed.
     """
-    # The suffix stays last because writers such as matplotlib read the file type from it.
-    path = target.with_name(f".{target.stem}.{os.urandom(4).hex()}{target.suffix}")
+    with suppress(FileNotFoundError):
+        target.stat()  # refuses a name that the system does not take, whatever is to be in it
+    # The name itself may be as long as names can be. Its suffix stays last because writers such as
+    # matplotlib read the file type from it.
+    suffix = target.suffix if len(os.fsencode(target.suffix)) < _LONG_SUFFIX else ""
+    path = target.with_name(f".gpipebal.{os.urandom(8).hex()}{suffix}")
     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     return path
 
@@ -122,6 +130,8 @@ def write_record(path: str | os.PathLike[str], record: Mapping[str, Any]) -> Non
     """
     with atomic_path(path) as temporary:
         try:
+            _check_depth(record)
+            _check_names(record)
             text = json.dumps(record, indent=1, allow_nan=False) + "\n"
             _check_characters(record)
         except (TypeError, ValueError) as error:
@@ -136,8 +146,8 @@ def write_record(path: str | os.PathLike[str], record: Mapping[str, Any]) -> Non
                 path,
                 f"could not be read back: {n_values} values in {len(text)} bytes (expected at "
                 f"most {MAX_VALUES} in {MAX_FILE_BYTES}).",
-                "save less: of a timeline its outline (simulate(..., detail=False), --no-detail), "
-                "of a profile one size.",
+                "save less: of a timeline its outline (simulate(..., detail=False), --no-detail) "
+                "or fewer micro-batches, of a profile one size.",
             )
         temporary.write_text(text, encoding="utf-8")
 
@@ -193,7 +203,8 @@ def read_any(path: str | os.PathLike[str], kind: str = "gpipebal") -> dict[str, 
     source = check_path(path)
     fix = f"give the path of a {kind} file."
     try:
-        text = _bytes_of(source, fix).decode("utf-8")
+        # Some editors put a mark in front of what they save.
+        text = _bytes_of(source, fix).decode("utf-8-sig")
     except OSError as error:
         raise _refused(path, f"cannot be read: {error.strerror or error}.", fix) from error
     except UnicodeDecodeError as error:
@@ -323,15 +334,28 @@ def _check_characters(record: Any) -> None:
 
 
 def _check_depth(record: Any) -> None:
+    for depth, _ in enumerate(_levels(record)):
+        if depth == MAX_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_DEPTH}")
+
+
+def _check_names(record: Any) -> None:
+    """Refuse names in objects that are not texts: read back, they would be."""
+    for level in _levels(record):
+        names = (name for value in level if isinstance(value, dict) for name in value)
+        for name in names:
+            if not isinstance(name, str):
+                raise ValueError(f"an object has a name that is not a text: {name!r:.40}")
+
+
+def _levels(record: Any) -> Iterator[list[Any]]:
+    """Yield the objects and lists of a record, then those inside of them, and so on."""
     level = [record]
-    for _ in range(MAX_DEPTH):
+    while level:
+        yield level
         level = [
             inner
             for value in level
-            if isinstance(value, (dict, list))
             for inner in (value.values() if isinstance(value, dict) else value)
-            if isinstance(inner, (dict, list))
+            if isinstance(inner, (dict, list, tuple))
         ]
-        if not level:
-            return
-    raise ValueError(f"nested deeper than {MAX_DEPTH}")

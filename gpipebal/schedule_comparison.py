@@ -101,6 +101,12 @@ def compare_schedules(
             f"devices are more than layers: n_devices={n_devices} (expected at most "
             f"{profile.n_layers}).\nFix: n_devices={profile.n_layers}."
         )
+    if not isinstance(checkpoint, str):
+        raise BalanceError(
+            f"several checkpoint modes are given: checkpoint={checkpoint!r:.60} (expected one, as "
+            "schedules are compared with other numbers of partitions).\n"
+            "Fix: checkpoint='except_last'."
+        )
     overlap = check_flag("overlap", overlap)
     schedules = (schedules,) if isinstance(schedules, str) else check_list("schedules", schedules)
     schedules = tuple(map(check_known_schedule, schedules))

@@ -209,13 +209,12 @@ def set_side_by_side(
         for name, noun in nouns.items()
     }
     rows = tuple(_row(name, noun, timelines[name]) for name, noun in nouns.items())
-    balances = [(timelines[name], _balance(noun)) for name, noun in nouns.items()]
-    predicted = next((pair for pair in balances if pair[0].source == "simulated"), None)
-    measured = next((pair for pair in balances if pair[0].source == "measured"), None)
+    predicted = next((name for name in nouns if timelines[name].source == "simulated"), None)
+    measured = next((name for name in nouns if timelines[name].source == "measured"), None)
     if predicted is None or measured is None:
         return SideBySide(rows, (), timelines, by_profile=profile is not None)
-    why = _why_no_cells(*predicted, *measured)
-    cells = () if why else _cells(predicted[0], measured[0])
+    why = _why_no_cells(timelines[predicted], nouns[predicted], timelines[measured])
+    cells = () if why else _cells(timelines[predicted], timelines[measured])
     return SideBySide(rows, cells, timelines, why, by_profile=profile is not None)
 
 
@@ -231,7 +230,9 @@ def _predicted(name: str, plan: Plan, profile: Profile | None, has_pause: bool) 
 
 def _has_pause(timeline: Timeline) -> bool:
     """Whether a loss was computed between the phases, as far as it can be told."""
-    return timeline.source == "measured" or bool(timeline.provenance.get("pause"))
+    if timeline.source == "measured":
+        return not timeline.provenance.get("loss_inside", False)
+    return bool(timeline.provenance.get("pause"))
 
 
 def _row(name: str, noun: Plan | Timeline, timeline: Timeline) -> Compared:
@@ -257,24 +258,35 @@ def _balance(noun: Plan | Timeline) -> tuple[int, ...] | None:
     return tuple(found) if good and found else None
 
 
-def _why_no_cells(
-    predicted: Timeline,
-    predicted_balance: tuple[int, ...] | None,
-    measured: Timeline,
-    measured_balance: tuple[int, ...] | None,
-) -> str:
-    """Say why two timelines do not have the same cells; empty if they have."""
+def _loss_inside(noun: Plan | Timeline) -> bool | None:
+    """Tell whether the last partition computes the loss; None: it cannot be told."""
+    if isinstance(noun, Plan):
+        return noun.loss_inside
+    found = noun.provenance.get("loss_inside")
+    return found if isinstance(found, bool) else None
+
+
+def _why_no_cells(predicted: Timeline, of_predicted: Plan | Timeline, measured: Timeline) -> str:
+    """Say why two timelines do not have the same cells; empty if they have.
+
+    Args:
+        predicted: A simulated timeline.
+        of_predicted: The plan that it is of, or itself.
+        measured: A measured timeline.
+    """
     for what, one, other in (
         ("partitions", predicted.n_partitions, measured.n_partitions),
         ("micro-batches", predicted.chunks, measured.chunks),
     ):
         if one != other:
             return f"{one} {what} were predicted, {other} measured"
-    if predicted_balance and measured_balance and predicted_balance != measured_balance:
-        return (
-            f"balance {_short(predicted_balance)} was predicted, {_short(measured_balance)} "
-            "measured"
-        )
+    balances = _balance(of_predicted), _balance(measured)
+    if balances[0] and balances[1] and balances[0] != balances[1]:
+        return f"balance {_short(balances[0])} was predicted, {_short(balances[1])} measured"
+    insides = _loss_inside(of_predicted), _loss_inside(measured)
+    if None not in insides and insides[0] != insides[1]:
+        places = ["inside the pipeline" if inside else "outside of it" for inside in insides]
+        return f"the loss is {places[0]} in the prediction and {places[1]} in the measurement"
     if not (predicted.tells_micro_batches and measured.tells_micro_batches):
         return "a timeline without detail does not tell micro-batches"
     return ""

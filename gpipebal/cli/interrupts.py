@@ -25,7 +25,9 @@ def second_interrupt_ends_at_once() -> Iterator[None]:
     inside a long operation of torch. The number of the signal, though, is written to the wake-up
     file at once, and a thread of its own can act on it: it says so if the first takes effect late.
     """
-    if threading.current_thread() is not threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    # A shell starts what runs in the background with interrupts ignored: they are meant for others.
+    if not is_main or signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
         yield
         return
     import socket

@@ -69,7 +69,8 @@ def add_simulate(commands: Commands) -> None:
     simulate.add_argument(
         "--no-detail",
         action="store_true",
-        help="join work of one kind that goes on without a pause: a small file of a large pipeline",
+        help="join work of one kind that goes on without a pause, and leave out memory over time: "
+        "a smaller file of a large pipeline",
     )
     simulate.add_argument(
         "--width",
@@ -133,7 +134,8 @@ def _simulate(options: argparse.Namespace) -> None:
         raise _needs_a_new_plan(error, schedule) from error
     timeline = outline(whole) if options.no_detail else whole
     if options.output is not None:
-        timeline.save(options.output, memory=_memory(noun, plan, whole, inside))
+        memory = [] if options.no_detail else _memory(noun, plan, whole, inside)
+        timeline.save(options.output, memory=memory)
     if options.plot is not None:
         from gpipebal.plots import plot_timeline
 

@@ -68,8 +68,10 @@ def amoebanetd(
         Real et al., "Regularized Evolution for Image Classifier Architecture Search", AAAI 2019,
         figure 5; Huang et al., "GPipe", NeurIPS 2019, table 1, for (L, D); Kim et al.,
         "torchgpipe", 2020, section 4.2. The outputs of a cell follow the published
-        parameter counts. Differs: pools take images of any size (the last one pools over all that
-        is left, the 2x2 one rounds up), which is the same at the published 224 pixels.
+        parameter counts. Differs: where the paper's cells have a 3x3 max pool, these take the mean,
+        as does the model that torchgpipe's published figures are of; pools take images of any size
+        (the last one pools over all that is left, the 2x2 one rounds up), which is the same at the
+        published 224 pixels.
 
     Example:
         >>> with torch.device("meta"):

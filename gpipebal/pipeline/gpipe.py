@@ -372,7 +372,8 @@ class GPipe(Container):
         checkpoint = self.checkpoint if self.training else "never"
         order = make_schedule(schedule, len(self.balance), len(inputs.micro_batches), checkpoint)
         check_order_of_talk(self, runtime.talkers, order)
-        record = self._recorder.begin(order, self.balance, checkpoint) if self._recorder else None
+        recorder, inside = self._recorder, loss is not None
+        record = recorder.begin(order, self.balance, checkpoint, inside) if recorder else None
         watchers = Watchers(record, self._ledger, self.timeout)
         return MiniBatch(runtime, inputs, order, loss=loss, watchers=watchers)
 

@@ -19,7 +19,7 @@ from gpipebal.schedule import KNOWN_SCHEDULES, check_count, modes_of
 if TYPE_CHECKING:
     from gpipebal.plan.plan import Plan
 
-__all__ = ["check_chunks", "check_plan", "check_schedule_known"]
+__all__ = ["check_chunks", "check_consistent", "check_plan", "check_schedule_known"]
 
 #: Quantities that may be unknown.
 _OPTIONAL = (
@@ -123,6 +123,39 @@ def check_schedule_known(plan: Plan) -> None:
         expected = f"one of {', '.join(map(repr, KNOWN_SCHEDULES))}"
         raise _bad_value("plan", "schedule", plan.schedule, expected)
     plan.micro_batch_time(0)  # counts the recomputes, for which it has to be made
+
+
+def check_consistent(plan: Plan) -> None:
+    """Refuse a plan whose figures cannot all be true, as a file that was edited may have.
+
+    Raises:
+        ProfileError: its value is not that of its objective, or it has no time for its partitions.
+    """
+    of_objective = {
+        "makespan": plan.makespan,
+        "bottleneck": plan.bottleneck,
+        "peak_memory": plan.peak_bytes,
+    }
+    value = of_objective.get(plan.objective)
+    if value is not None and not math.isclose(plan.value, value, rel_tol=_ROUNDING):
+        raise _bad_value("plan", "value", plan.value, f"{plan.objective}={value!r}")
+    slowest = max(map(plan.micro_batch_time, range(plan.n_partitions)))
+    for name, least in (("bottleneck", slowest), ("makespan", _busiest(plan))):
+        found = getattr(plan, name)
+        if found < least * (1 - _ROUNDING):
+            expected = f"{least!r} or more, by its partitions"
+            raise _bad_value("plan", name, found, expected)
+
+
+def _busiest(plan: Plan) -> float:
+    """Return how long the device that works longest in a mini-batch works."""
+    busy = dict.fromkeys(plan.devices, 0.0)
+    for device, part, n_recomputed in zip(
+        plan.devices, plan.partitions, plan.recomputed, strict=True
+    ):
+        busy[device] += plan.chunks * (part.forward_time + part.backward_time)
+        busy[device] += n_recomputed * part.recompute_time
+    return max(busy.values())
 
 
 def _check_words(plan: Plan) -> None:

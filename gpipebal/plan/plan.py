@@ -13,7 +13,7 @@ from gpipebal.argument_kinds import check_index, check_kind, check_list, plain_n
 from gpipebal.errors import BalanceError, KindError
 from gpipebal.files import read_noun, write_record
 from gpipebal.html import plan_html
-from gpipebal.plan.checks import check_plan, check_schedule_known
+from gpipebal.plan.checks import check_consistent, check_plan, check_schedule_known
 from gpipebal.plan.parts import PartitionPlan, PeakMemory
 from gpipebal.plan.text import explanation, plan_text
 from gpipebal.records import (
@@ -349,6 +349,7 @@ class Plan:
             content["provenance"] = object_of(content.get("provenance", {}), "provenance")
             plan = cls(**content)
             check_schedule_known(plan)
+            check_consistent(plan)
             return plan
         except (TypeError, ValueError) as error:
             raise damaged("plan", error, "solve again.") from error

@@ -66,7 +66,8 @@ def _table(plan: Plan) -> str:
         row += [format_seconds(part.receive_time + part.return_time)] if linked else []
         row += [format_bytes(part.memory.total)]
         if limited:
-            row += ["-" if part.memory_limit is None else format_bytes(part.memory_limit)]
+            limit = "-" if part.memory_limit is None else format_bytes(part.memory_limit)
+            row += [f"! {limit}" if j in _too_large(plan) else limit]
         row += [format_percent(times[j] / total)]
         rows.append(row)
     return "\n".join(aligned(rows, left=(2,)))
@@ -87,8 +88,12 @@ def _footer(plan: Plan) -> str:
             f"{format_percent(abs(plan.gain))} {where} the split into equally many layers{breaks}"
         )
     lines = ["; ".join(parts)]
+    if _too_large(plan):
+        over = count(len(_too_large(plan)), "partition")
+        verb = "needs" if len(_too_large(plan)) == 1 else "need"
+        lines.append(f"! {over} of {plan.n_partitions} {verb} more memory than the limit allows.")
     lines += [*_below_makespan(plan), *_runs(plan)]
-    lines += [f"Note: {note}" for note in plan.notes]
+    lines += [f"Note: {one_line(note)}" for note in plan.notes]
     if not _knows_optimizer(plan):
         lines.append(_no_optimizer(plan))
     return "\n".join(lines)
@@ -129,7 +134,7 @@ def explanation(plan: Plan) -> str:
     sentences += [*_below_makespan(plan), *_gain(plan), *_memory(plan), *_modes(plan)]
     sentences += [*_runs(plan), *_order(plan)]
     sentences += _moves(plan)
-    sentences += plan.notes
+    sentences += map(one_line, plan.notes)
     return "\n".join(sentences)
 
 
@@ -170,11 +175,11 @@ def _proof(plan: Plan) -> str:
         return f"The balance was given; {what} is {value}."
     found = f"It makes {what} as small as possible: {value}"
     if plan.status == "optimal":
-        return f"{found}. No other plan is better: {plan.method} proves it."
+        return f"{found}. No other plan is better: {one_line(plan.method)} proves it."
     bound = format_value(plan, plan.lower_bound)
     return (
         f"It was chosen for {what}: {value}. No plan is below {bound}, so this one is at most "
-        f"{format_percent(plan.gap)} from the best ({plan.method})."
+        f"{format_percent(plan.gap)} from the best ({one_line(plan.method)})."
     )
 
 
@@ -214,6 +219,14 @@ def _memory_title(plan: Plan) -> str:
     return "model memory" if plan.peak_bytes is None else "peak memory"
 
 
+def _too_large(plan: Plan) -> list[int]:
+    """Return the partitions that exceed their limit, as a balance that was given may."""
+    if plan.peak_bytes is None:
+        return []
+    limits = ((j, part.memory_limit) for j, part in enumerate(plan.partitions))
+    return [j for j, most in limits if most is not None and plan.partitions[j].memory.total > most]
+
+
 def _memory(plan: Plan) -> list[str]:
     peaks = [part.memory.total for part in plan.partitions]
     limits = [part.memory_limit for part in plan.partitions]
@@ -229,6 +242,9 @@ def _memory(plan: Plan) -> list[str]:
     limit = limits[j]
     if limit is None:
         lines = [f"{text}, the most of all; no limit was given."]
+    elif peaks[j] > limit:
+        lacks = format_bytes(peaks[j] - limit)
+        lines = [f"{text} and may use {format_bytes(limit)}: it lacks {lacks}, the most of all."]
     else:
         lines = [f"{text} and may use {format_bytes(limit)}: no other has less room."]
     return [*lines, *([] if _knows_optimizer(plan) else [_no_optimizer(plan)])]

@@ -1,10 +1,11 @@
 """Plots: profiles, plans and timelines as pictures.
 
-Hue is the partition, the same one in every picture; shade is the kind of work: full colour for
-forward, hatched for recompute, light for backward. Every function draws on the axes that it is
-given, or on a new figure, and returns the axes (`plot_run` draws several, and returns the
-figure). Nothing here uses pyplot, so importing and drawing change no global state; ``ax.figure``
-shows itself in a notebook and `save_figure` writes it to a file.
+Hue is the partition: the same one in all pictures of up to seven partitions, and in all of as many
+if there are more. Shade is the kind of work: full colour for forward, hatched for recompute, light
+for backward. Every function draws on the axes that it is given, or on a new figure, and returns the
+axes (`plot_run` draws several, and returns the figure). Nothing here uses pyplot, so importing and
+drawing change no global state; ``ax.figure`` shows itself in a notebook and `save_figure` writes it
+to a file.
 """
 
 from __future__ import annotations

@@ -143,7 +143,8 @@ def _draw_memory(
     right = ax.twinx()
     # A style may ask for a grid: one is enough.
     right.grid(False)
-    right.set_ylim(0, 1.1 * highest / factor or 1.0)
+    # Less room than bars have above them: a limit along their tops would seem to be one of time.
+    right.set_ylim(0, 1.04 * highest / factor or 1.0)
     entries = []
     if any(peaks):
         entries += right.plot(
@@ -158,7 +159,11 @@ def _draw_memory(
     if room is not None:
         entries.append(
             right.axhline(
-                room / factor, color=colour, linewidth=1.0, linestyle=(0, (4, 2)), label="limit"
+                room / factor,
+                color=colour,
+                linewidth=1.0,
+                linestyle=(0, (4, 2)),
+                label="limit",
             )
         )
     label = f"peak memory of a partition [{unit}]"

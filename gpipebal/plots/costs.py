@@ -84,7 +84,9 @@ def plot_profile(profile: Profile, *, ax: Axes | None = None, by: Quantity = "ti
     else:
         # A storage that several layers save counts once.
         saved = profile.bytes_of({index for layer in profile.layers for index in layer.saved})
-        text = f"{format_bytes(sum(kinds['F']) + saved)} together"
+        # So does a gradient of a parameter that several layers have.
+        twice = sum(tie.gradient_bytes * (len(tie.layers) - 1) for tie in profile.ties)
+        text = f"{format_bytes(sum(kinds['F']) - twice + saved)} together"
     what = f"{count(profile.n_layers, 'layer')}, micro-batch of {count(profile.rows, 'row')}"
     add_headline(ax, f"{what}: {text}", entries)
     return ax

@@ -121,5 +121,9 @@ def save_figure(figure: Figure | Axes, path: str | os.PathLike[str]) -> None:
             f"picture has a type that cannot be written: suffix={suffix!r} "
             f"(expected one of {', '.join(sorted(known))}).\nFix: end the path in .png."
         )
-    with atomic_path(path) as temporary:
-        whole.savefig(temporary, format=suffix, dpi=_DPI)
+    from matplotlib import rc_context
+
+    # The same picture is the same file, whenever it is written.
+    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(suffix)
+    with atomic_path(path) as temporary, rc_context({"svg.hashsalt": "gpipebal"}):
+        whole.savefig(temporary, format=suffix, dpi=_DPI, metadata=undated)

@@ -28,6 +28,7 @@ from gpipebal.plots.style import (
     FINE,
     IDLE,
     NEUTRAL,
+    Colour,
     idle_patch,
     kind_entries,
     kind_style,
@@ -162,10 +163,12 @@ def _draw(named: list[tuple[str, Timeline]], ax: Axes | None) -> Axes:
     ax.set_xlim(0, 1.003 * makespan / factor or 1.0)
     gap, row = _heights(ax, shown)
     positions: list[list[float]] = []
+    # A partition has one colour in all of them.
+    colours = partition_colours(max(item.n_partitions for item in shown))
     top = 0.0
     for name, item in named:
         top += gap
-        _draw_rows(ax, item, top, row, factor)
+        _draw_rows(ax, item, top, row, factor, colours)
         caption = _caption(name, item, shown[0], points(ax)[0])
         text = ax.text(0, top, caption, ha="left", va="bottom", size=CAPTION_SIZE, parse_math=False)
         text.set_fontfamily(families(caption))
@@ -245,7 +248,14 @@ def _shorter(name: Sequence[str]) -> Iterator[str]:
         kept -= max(1, kept // 20)
 
 
-def _draw_rows(ax: Axes, timeline: Timeline, top: float, row: float, factor: float) -> None:
+def _draw_rows(
+    ax: Axes,
+    timeline: Timeline,
+    top: float,
+    row: float,
+    factor: float,
+    colours: Sequence[Colour],
+) -> None:
     """Draw one timeline, its partition 0 at height `top`, times divided by `factor`."""
     cells: dict[tuple[int, str], list[Event]] = {}  # of each partition and kind
     for event in timeline.events:
@@ -255,7 +265,6 @@ def _draw_rows(ax: Axes, timeline: Timeline, top: float, row: float, factor: flo
     origin, end = timeline.start, timeline.makespan / factor
     for j in range(timeline.n_devices):
         ax.broken_barh([(0, end)], (top + j + gap, 1 - 2 * gap), snap=False, **IDLE)
-    colours = partition_colours(timeline.n_partitions)
     for (partition, kind), events in cells.items():
         j = timeline.placement[partition]
         spans = [((e.start - origin) / factor, (e.end - e.start) / factor) for e in events]

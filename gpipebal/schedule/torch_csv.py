@@ -149,7 +149,7 @@ def _text_of(source: str | os.PathLike[str], name: str | None) -> tuple[str, str
         return source, name or "csv"
     path = check_path(source)
     try:
-        return path.read_text(encoding="utf-8"), name or path.stem
+        return path.read_text(encoding="utf-8-sig"), name or path.stem
     except (OSError, UnicodeDecodeError) as error:
         raise FileFormatError(
             f"schedule cannot be read: {path}: {error}.\nFix: give the path of a text file."

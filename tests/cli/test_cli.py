@@ -382,6 +382,21 @@ def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     assert "gpipebal: stopped at once." in err
 
 
+def test_an_interrupt_that_is_ignored_stays_so(tmp_path: Path) -> None:
+    """As in a job that a shell runs in the background: interrupts are for the foreground."""
+    code = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "from gpipebal.cli.interrupts import second_interrupt_ends_at_once\n"
+        "with second_interrupt_ends_at_once():\n"
+        "    for _ in range(3):\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
+        "assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=WATCHDOG)
+    assert done.returncode == 0
+
+
 @pytest.mark.parametrize("words", [["run", "resnet101"], ["solve", "p"], ["compare", "p"]])
 def test_the_number_of_partitions_has_one_short_name(words: list[str]) -> None:
     """Every command that takes it takes ``-n``."""

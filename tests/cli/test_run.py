@@ -462,6 +462,13 @@ def test_an_output_that_no_system_can_make_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_an_output_that_a_report_cannot_name_is_refused(tmp_path: Path) -> None:
+    """Before the work begins, and not when it is to be written down."""
+    with pytest.raises(UsageError, match=r"output folder cannot be used: .*could not name it"):
+        run("workloads:tiny", output=tmp_path / "out\udcff", device="cpu", echo=str)
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_output_that_is_no_path_is_refused() -> None:
     """As by whatever reads or writes a file."""
     for output in (3, "a\0b"):

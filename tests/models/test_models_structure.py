@@ -122,8 +122,8 @@ def _mean_pool(x: Tensor, stride: int) -> Tensor:
     return F.conv2d(x, kernel, **arguments) / F.conv2d(ones, kernel, **arguments)
 
 
-def test_normal_cell_adds_up_as_published() -> None:
-    """A normal cell is the published sums, written out one by one."""
+def test_normal_cell_adds_up_as_in_the_benchmark() -> None:
+    """A normal cell is the published sums, with means for 3x3 maxima, written out one by one."""
     cell = AmoebaCell(12, 20, 8, is_reduction=False, after_reduction=False).double()
     newest = torch.randn(3, 20, 6, 6, dtype=torch.float64)
     before = torch.randn(3, 12, 6, 6, dtype=torch.float64)
@@ -140,8 +140,8 @@ def test_normal_cell_adds_up_as_published() -> None:
     assert handed_on is newest
 
 
-def test_reduction_cell_adds_up_as_published() -> None:
-    """A reduction cell is the published sums; only operations on its inputs have stride 2."""
+def test_reduction_cell_adds_up_as_in_the_benchmark() -> None:
+    """A reduction cell likewise; only operations on its inputs have stride 2."""
     cell = AmoebaCell(12, 20, 8, is_reduction=True, after_reduction=True).double()
     newest = torch.randn(3, 20, 6, 6, dtype=torch.float64)
     before = torch.randn(3, 12, 12, 12, dtype=torch.float64)

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import gpipebal as gb
 from gpipebal.errors import BalanceError
@@ -187,6 +189,24 @@ def test_cells_are_set_side_by_side_only_if_they_are_the_same() -> None:
     ):
         found = set_side_by_side({"other": other, "run": measured})
         assert not found.cells and why in str(found)
+
+
+def test_cells_with_a_loss_are_not_compared_with_others() -> None:
+    """A step has the loss in its last partition; a plan for the caller's loss has not."""
+    torch.manual_seed(0)
+    model, sample = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(4, 2)
+    profile = Profile.from_costs([1.0] * 2, chunks=2)
+    plans = {inside: gb.solve(profile, 2, loss_inside=inside) for inside in (False, True)}
+    pipe = gb.GPipe(model, [1, 1], chunks=2)
+    with gb.trace(pipe) as recorder:
+        pipe.step(sample, target=sample, loss_fn=nn.functional.mse_loss)
+        pipe(sample).sum().backward()
+    for timeline, inside in zip(recorder.timelines, (True, False), strict=True):
+        assert timeline.provenance["loss_inside"] is inside
+        same = set_side_by_side({"plan": plans[inside], "run": timeline})
+        assert same.cells and not same.why_no_cells
+        other = set_side_by_side({"plan": plans[not inside], "run": timeline})
+        assert not other.cells and "the loss is" in other.why_no_cells
 
 
 def test_peaks_of_schedules_that_only_torch_runs_are_not_known() -> None:

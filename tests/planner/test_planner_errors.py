@@ -235,6 +235,7 @@ def test_counts_of_compared_schedules_are_counts() -> None:
         ({"partitions_per_device": "2"}, "partitions_per_device is not a whole number"),
         ({"schedules": []}, "schedules leave nothing to compare"),
         ({"chunks": 2**21, "schedules": ("gpipe",)}, "too many micro-batches: chunks=2097152"),
+        ({"checkpoint": ["always", "never"]}, "several checkpoint modes are given"),
     ],
 )
 def test_bad_arguments_of_compared_schedules(options: dict[str, Any], message: str) -> None:

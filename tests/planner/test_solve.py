@@ -20,6 +20,7 @@ from gpipebal.problem import Device, Link, Rules, links_of, to_balance, to_bound
 from gpipebal.profile import TieProfile
 from gpipebal.schedule import STUDIED, make_schedule
 from gpipebal.simulator import durations_of, place
+from gpipebal.units import format_bytes
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 OBJECTIVES = ("makespan", "bottleneck")
@@ -482,6 +483,30 @@ def test_link_and_device_are_checked_where_they_are_made() -> None:
             Link(*wrong)  # type: ignore[arg-type]
     assert Link(100.0, 1.0).seconds(50) == 1.5
     assert Link(100.0, 1.0).seconds(0) == 0.0
+
+
+def test_a_given_balance_that_exceeds_its_limit_is_marked() -> None:
+    """It is what was asked for, and the texts say what it lacks."""
+    mib = 2**20
+    profile = gb.Profile.from_costs([1.0] * 4, saved_bytes=[100 * mib] * 4, chunks=4)
+    plan = gb.evaluate(profile, [1, 3], checkpoint="never", memory_limit=[900 * mib, 200 * mib])
+    fits, lacks = [part.memory.total for part in plan.partitions]
+    assert fits <= 900 * mib and lacks > 200 * mib
+    assert "! 200 MiB" in str(plan) and "! 900 MiB" not in str(plan)
+    assert "! 1 partition of 2 needs more memory than the limit allows." in str(plan)
+    assert f"it lacks {format_bytes(lacks - 200 * mib)}, the most of all" in plan.explain()
+    assert "no other has less room" not in plan.explain()
+
+
+def test_texts_of_a_file_do_not_steer_a_terminal() -> None:
+    """Notes and the method are printed as names are."""
+    plan = replace(
+        gb.solve(gb.Profile.from_costs([1.0, 2.0]), 2),
+        notes=("\x1b[2Jhi\nNote: not mine",),
+        method="\x1b]0;x\x07",
+    )
+    for text in (str(plan), plan.explain()):
+        assert "\x1b" not in text and "\nNote: not mine" not in text and "hi" in text
 
 
 def test_explain_says_what_limits_the_plan() -> None:

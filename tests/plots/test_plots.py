@@ -12,6 +12,7 @@ from typing import Any
 
 import matplotlib
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.axes import Axes
@@ -19,6 +20,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from plot_cases import check_layout, make_case, measured_from
+from torch import nn
 
 from gpipebal.errors import KindError, ProfileError, UsageError
 from gpipebal.plan import Plan
@@ -36,10 +38,11 @@ from gpipebal.plots import (
 from gpipebal.plots.style import kind_style, readable_on
 from gpipebal.problem import Device
 from gpipebal.profile import Profile
+from gpipebal.profiler import profile_model
 from gpipebal.schedule import CheckpointMode
 from gpipebal.simulator import durations_of, simulate
 from gpipebal.timeline import Event, Timeline
-from gpipebal.units import format_seconds
+from gpipebal.units import format_bytes, format_seconds
 
 #: Layers, partitions and micro-batches at which pictures become crowded or bare.
 SIZES = [(1, 1, 1), (3, 1, 4), (24, 4, 8), (370, 3, 2), (64, 64, 2), (370, 64, 8)]
@@ -143,6 +146,18 @@ def test_profile_bars_are_its_sizes() -> None:
     assert ax.get_ylabel() == "memory [KiB]"
     # Parameters count twice: with their gradients.
     assert heights_of(ax) == [[2.0, 0.0], [0.0, 3.0]]
+
+
+def test_the_gradient_of_tied_parameters_counts_once_in_the_title() -> None:
+    """As do the parameters themselves."""
+    weight = nn.Linear(64, 64)
+    model, sample = nn.Sequential(weight, nn.ReLU(), weight), torch.ones(2, 64)
+    profile = profile_model(model, sample, rows=(), method="estimate", rates="CPU core")
+    layers = profile.layers
+    twice = sum(x.parameter_bytes + x.gradient_bytes for x in layers)
+    saved = profile.bytes_of({index for layer in layers for index in layer.saved})
+    together = format_bytes(twice - profile.ties[0].gradient_bytes + saved)
+    assert plot_profile(profile, by="memory").get_title(loc="left").endswith(f"{together} together")
 
 
 @pytest.mark.parametrize(("checkpoint", "kinds"), [("never", 2), ("always", 3)])

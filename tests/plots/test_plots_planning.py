@@ -234,6 +234,16 @@ def test_chunks_bars_are_work_and_idle_time() -> None:
     assert labels == ["1", "2", "4"]
 
 
+def test_a_memory_limit_does_not_look_like_one_of_time() -> None:
+    """Wherever it is, it does not run along the top of the longest bar."""
+    plans = plans_of([1, 2, 4])
+    ax = plot_chunks(plans, limit="1 GiB")
+    (right,) = [other for other in figure_of(ax).axes if other is not ax]
+    tallest = max(bar.get_y() + bar.get_height() for bar in ax.patches) / ax.get_ylim()[1]
+    line = right.get_lines()[-1].get_ydata()[0] / right.get_ylim()[1]
+    assert line - tallest > 0.04
+
+
 def test_chunks_names_the_fastest_that_fits() -> None:
     """The title names the shortest step among the plans below the limit."""
     plans = plans_of([1, 2, 4])
@@ -337,6 +347,19 @@ def test_timelines_stand_below_each_other() -> None:
     check_layout(figure_of(ax))
     with pytest.raises(UsageError, match="nothing to draw"):
         plot_timelines({})
+
+
+def test_a_partition_has_one_colour_in_all_timelines() -> None:
+    """Also where one of them has more partitions than there are colours."""
+    profile = Profile.from_costs([1.0] * 8, chunks=4)
+    few, many = (simulate(solve(profile, n, checkpoint="never")) for n in (4, 8))
+    ax = plot_timelines({"few": few, "many": many})
+    faces = [
+        to_rgb(bars.get_facecolor()[0]) for bars in ax.collections if len(bars.get_facecolor())
+    ]
+    colours = partition_colours(8)
+    # Forwards of the first four partitions are in both.
+    assert [faces.count(colour) for colour in colours] == [2] * 4 + [1] * 4
 
 
 def test_names_of_timelines_are_no_formulas() -> None:

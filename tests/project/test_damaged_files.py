@@ -233,3 +233,24 @@ def test_plans_of_what_does_not_exist_are_refused(changes: dict[str, Any], tmp_p
     path.write_text(json.dumps({**record, **changes}))
     with pytest.raises(FileFormatError, match=r"file\.json: plan is damaged: .*\(expected"):
         gb.Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"chunks": 400, "mini_batch_rows": 400}, "makespan"),
+        ({"makespan": 1.0, "value": 1.0, "lower_bound": 1.0}, "makespan"),
+        ({"value": 5.0, "lower_bound": 5.0}, "value"),
+        ({"bottleneck": 0.5}, "bottleneck"),
+    ],
+)
+def test_plans_whose_figures_cannot_all_be_true_are_refused(
+    changes: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    """A plan that was edited is not printed as proven optimal."""
+    profile = gb.Profile.from_costs([1.0, 2.0, 3.0], chunks=2)
+    record = json.loads(json.dumps(gb.solve(profile, 2).to_dict()))
+    path = tmp_path / "file.json"
+    path.write_text(json.dumps({**record, **changes}))
+    with pytest.raises(FileFormatError, match=rf"file\.json: plan is damaged: .*{name}=.*expected"):
+        gb.Plan.load(path)

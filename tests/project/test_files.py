@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import stat
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,34 @@ def test_written_file_has_the_permissions_of_an_ordinary_file(tmp_path: Path) ->
     finally:
         os.umask(mask)
     assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path: Path) -> None:
+    """What only its owner may read stays so."""
+    path = tmp_path / "thing.json"
+    write_record(path, RECORD)
+    for mode in (0o600, 0o640, 0o400):
+        path.chmod(mode)
+        write_record(path, RECORD)
+        assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+def test_any_name_that_the_system_takes_can_be_written(tmp_path: Path) -> None:
+    """The temporary name is not longer than the name itself; a longer one is refused by itself."""
+    for name in ("d" * 250 + ".json", "d." + "e" * 253, "ü" * 127):
+        write_record(tmp_path / name, RECORD)
+        assert why_not_writable(tmp_path / name) is None
+    assert "too long" in (why_not_writable(tmp_path / ("d" * 256)) or "")
+    with pytest.raises(OSError, match="too long"):
+        write_record(tmp_path / ("d" * 256), RECORD)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/stdout"), reason="the system has no /dev/stdout")
+def test_what_is_open_is_not_replaced() -> None:
+    """Behind it may be an ordinary file, to which something else is being written."""
+    assert why_not_writable("/dev/stdout") == "it is not an ordinary file"
+    with pytest.raises(FileFormatError, match="cannot be written: it is not an ordinary file"):
+        write_record("/dev/stdout", RECORD)
 
 
 def test_writing_leaves_the_umask_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,6 +241,30 @@ def test_what_could_not_be_read_again_is_not_written(
         write_record(path, {**record, "x": list(range(1000))})
     assert path.read_text() == before
     assert os.listdir(tmp_path) == ["thing.json"]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({1: "a"}, "an object has a name that is not a text: 1"),
+        ({"a": [{None: 2}]}, "an object has a name that is not a text: None"),
+        (reduce(lambda inner, _: [inner], range(40), []), "nested deeper than 32"),
+    ],
+)
+def test_what_would_be_read_as_something_else_is_not_written(
+    tmp_path: Path, value: object, message: str
+) -> None:
+    """What was written is read back, and is the same."""
+    with pytest.raises(FileFormatError, match=f"could not be read back: {message}"):
+        write_record(tmp_path / "thing.json", {**RECORD, "value": value})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_mark_in_front_of_the_text_is_no_part_of_it(tmp_path: Path) -> None:
+    """Some editors write one."""
+    path = tmp_path / "thing.json"
+    path.write_text(json.dumps(RECORD), encoding="utf-8-sig")
+    assert read_record(path, "thing", 1) == RECORD
 
 
 def test_older_version_is_read(tmp_path: Path) -> None:

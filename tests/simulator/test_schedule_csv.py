@@ -161,3 +161,10 @@ def test_any_text_is_a_schedule_or_an_error(text: str) -> None:
     except FileFormatError:
         return
     assert schedule.n_partitions == len(schedule.placement)
+
+
+def test_a_mark_in_front_of_the_text_is_no_cell(tmp_path: Path) -> None:
+    """Spreadsheets write one."""
+    path = tmp_path / "schedule.csv"
+    path.write_text("0F0,0B0\n", encoding="utf-8-sig")
+    assert read_torch_csv(path) == read_torch_csv("0F0,0B0\n", name="schedule")

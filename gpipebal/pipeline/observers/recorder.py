@@ -101,7 +101,7 @@ class Recorder:
         self._records: list[MiniBatchRecord] = []
 
     def begin(
-        self, order: Schedule, balance: Sequence[int], checkpoint: Checkpoint
+        self, order: Schedule, balance: Sequence[int], checkpoint: Checkpoint, loss_inside: bool
     ) -> MiniBatchRecord:
         """Start the record of another mini-batch."""
         # Under the names that a simulated timeline has for them.
@@ -110,6 +110,7 @@ class Recorder:
             "balance": list(balance),
             "chunks": order.chunks,
             "checkpoint": checkpoint if isinstance(checkpoint, str) else list(checkpoint),
+            "loss_inside": loss_inside,
         }
         record = MiniBatchRecord(order.n_partitions, provenance)
         self._records.append(record)
