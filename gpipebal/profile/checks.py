@@ -46,7 +46,12 @@ LIST_FIELDS = (
 #: Fields of a layer that are texts, and those that name storages.
 TEXT_FIELDS = ("name", "kind", "fingerprint")
 STORAGE_FIELDS = (
-    *("outputs", "saved", "handed_through", "kept_outputs", "gradient_storages", "written"),
+    "outputs",
+    "saved",
+    "handed_through",
+    "kept_outputs",
+    "gradient_storages",
+    "written",
 )
 _STEP_TIMES = (
     "gather_time",

@@ -127,17 +127,17 @@ def run(
         )
     folder = Folder(check_path(output))
     job = _Job(
-        workload,
-        places,
-        threads,
-        chunks,
-        {"checkpoint": checkpoint, "memory_limit": limit},
-        steps,
-        seed,
-        folder,
-        progress,
-        echo,
-        attempts,
+        workload=workload,
+        places=places,
+        threads=threads,
+        chunks=chunks,
+        options={"checkpoint": checkpoint, "memory_limit": limit},
+        steps=steps,
+        seed=seed,
+        folder=folder,
+        progress=progress,
+        echo=echo,
+        attempts=attempts,
     )
     try:
         return job.do()
@@ -204,7 +204,7 @@ class _Job:
     folder: Folder
     progress: bool | None
     echo: Callable[[str], None]
-    attempts: int = 1
+    attempts: int
 
     @property
     def n_parameters(self) -> int:
