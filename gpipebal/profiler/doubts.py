@@ -1,4 +1,4 @@
-"""Doubts: what to flag about layers before they are measured."""
+"""Doubts: what to flag about layers, besides their times."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import nn
 from gpipebal.pipeline.layers.flat import can_be_opened, flatten
 from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profiler.replicas.compiled import runs_as_written
+from gpipebal.profiler.replicas.foreign import has_foreign
 from gpipebal.profiler.replicas.harmless import reached_past, uses_compiled, weights_reached
 
-__all__ = ["doubts_about", "doubts_about_loss"]
+__all__ = ["doubts_about", "doubts_about_loss", "doubts_about_parameters"]
 
 #: Memory of a loss is flagged if it is more than this part of the model's own.
 _NEGLIGIBLE = 0.01
@@ -37,7 +38,6 @@ def doubts_about(
         ),
         ("measured uncompiled: what compiled it cannot be found out", runs_as_written),
         ("hooks ran while it was measured, as they do in training", _has_hooks),
-        ("uses parameters that it does not register; their memory is not counted", reached_past),
         (
             "nn.Sequential, one layer: gpipebal.flatten(model) lets cuts stand inside",
             _is_nested,
@@ -49,6 +49,25 @@ def doubts_about(
         found = [name for name, layer in zip(names, layers, strict=True) if is_so(layer)]
         if found:
             yield f"{_listed(found)}: {what}"
+
+
+def doubts_about_parameters(names: Sequence[str], layers: Sequence[nn.Module]) -> Iterator[str]:
+    """Yield a flag if layers, which have run, use parameters that they do not register.
+
+    Args:
+        names: Their names.
+        layers: The caller's layers.
+    """
+    found = [
+        name
+        for name, layer in zip(names, layers, strict=True)
+        if has_foreign(name, layer) or reached_past(layer)
+    ]
+    if found:
+        yield (
+            f"{_listed(found)}: uses parameters that it does not register; their memory is not "
+            "counted"
+        )
 
 
 def doubts_about_loss(loss_fn: Any, layers: Sequence[nn.Module]) -> Iterator[str]:

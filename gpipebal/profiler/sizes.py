@@ -24,7 +24,7 @@ from gpipebal.profiler.describe import (
     describe_times,
     optimizer_memory,
 )
-from gpipebal.profiler.doubts import doubts_about, doubts_about_loss
+from gpipebal.profiler.doubts import doubts_about, doubts_about_loss, doubts_about_parameters
 from gpipebal.profiler.replicas.owned import bytes_of_loss
 from gpipebal.profiler.replicas.replica import replicate
 from gpipebal.profiler.step.gathered import (
@@ -100,6 +100,7 @@ class Study:
         chain = self._chain(start, self.modules)
         scout = Scout(chain, keep_modes=self._keep_modes)
         main = _Size(self.micro_batches[0], survey(chain, self.routes, scout), start)
+        self.notes += doubts_about_parameters(self.names, self.modules)
         self._sizes.append(main)
         self._look_at_loss(main)
         if self._loss_fn is not None and main.loss is None:
@@ -171,6 +172,7 @@ class Study:
             keep_modes=self._keep_modes,
             out_dims=self._data.joined_dims,
         )
+        self.notes += doubts_about_parameters(self.names, self.modules)
         self.notes.append("one layer at a time: what neighbours do to each other is not measured")
         for walk in walks:
             try:

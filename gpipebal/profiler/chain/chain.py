@@ -38,6 +38,7 @@ from gpipebal.profiler.chain.value import (
     roots_of,
     take_gradients,
 )
+from gpipebal.profiler.replicas.foreign import watched
 from gpipebal.skip.tracker import Key, Skips, using
 
 __all__ = ["Chain", "RoundStoppedError"]
@@ -219,6 +220,8 @@ class Chain:
     def find_written(self, k: int, value: Value) -> bool:
         """Run layer k, and note in `written` which inputs it writes to.
 
+        What it uses of others is put back when the profile ends, see `watched`.
+
         Args:
             k: Index of the layer, which must be a copy that shares nothing with the model's.
             value: What goes into it.
@@ -231,10 +234,12 @@ class Chain:
         """
         layer = self.layers[k]
         parameters = [parameter._version for parameter in layer.parameters()]
-        _, given = self.prepare(k, value, wants=True, protect=True)
+        inputs, given = self.prepare(k, value, wants=True, protect=True)
         copies = list(given)
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in copies]
-        self.call(k, given, value)
+        with watched(self.names[k], layer, (*inputs, *copies)) as watch:
+            passed = self.call(k, given, value)
+            watch.take_behind(self.outputs(k, passed))
         self.written[k] = frozenset(
             i
             for i, leaf in enumerate(copies)

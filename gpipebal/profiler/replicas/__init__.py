@@ -2,6 +2,6 @@
 
 Read in this order: `copying` (a copy of one layer), `replica` (copies that share the parameters'
 memory), `owned` (bytes that layers have all the time), `compiled` (layers that torch compiles),
-`harmless`, `caches` and `torch_state` (what is put back afterwards), `reads` and `identity` (which
-layers are alike).
+`foreign`, `caches`, `harmless` and `torch_state` (what is put back afterwards), `reads` and
+`identity` (which layers are alike).
 """

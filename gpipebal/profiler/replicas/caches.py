@@ -12,10 +12,12 @@ code does not name, or that are in objects with ``__slots__`` or very many entri
 
 from __future__ import annotations
 
+import contextvars
 import dis
 import functools
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -45,11 +47,13 @@ class _Places:
     Attributes:
         undo: For each place, what restores it.
         memos: Functions that remember their results, with how many were new before.
+        leaves: Tensors with gradients, by identity.
     """
 
     def __init__(self, objects: Iterable[Any]) -> None:
         self.undo: list[Callable[[], None]] = []
         self.memos: list[tuple[Any, int]] = []
+        self.leaves: dict[int, Tensor] = {}
         self._seen: set[int] = set()
         # Temporary objects are kept, so that no other object gets the identity of one.
         self._alive: list[Any] = []
@@ -77,6 +81,8 @@ class _Places:
     def _look(self, value: Any, depth: int) -> None:
         if not depth or id(value) in self._seen or len(self._seen) > _MOST_OBJECTS:
             return
+        if issubclass(type(value), Tensor) and value.is_leaf and value.requires_grad:
+            self.leaves[id(value)] = value
         if issubclass(type(value), _PLAIN):
             return
         self._seen.add(id(value))
@@ -98,6 +104,12 @@ class _Places:
             self._look(value.__func__, depth)
         elif issubclass(kind, property):
             self._look(value.fget, depth)
+        elif issubclass(kind, functools.cached_property):
+            self._look(value.func, depth)
+        elif issubclass(kind, weakref.ref):
+            self._look(value(), depth)
+        elif issubclass(kind, contextvars.ContextVar):
+            self._look(value.get(None), depth)
         elif issubclass(kind, functools.partial):
             self._look_at_all((value.func, *value.args, *value.keywords.values()), depth)
         elif issubclass(kind, type):
@@ -113,8 +125,9 @@ class _Places:
         elif issubclass(kind, nn.Module):
             self._outside.append((value, depth))
         elif not issubclass(kind, types.ModuleType) and not is_others(kind):
-            self._look_into_names(value.__dict__, depth)
+            self._look_at_all(_in_slots(value), depth)
             self._look(kind, depth)
+            self._look_into_names(value.__dict__, depth)
 
     def _look_at_all(self, values: Iterable[Any], depth: int) -> None:
         for each in values:
@@ -227,6 +240,15 @@ def _names_in(code: types.CodeType) -> tuple[str, ...]:
     )
 
 
+def _in_slots(value: Any) -> Iterator[Any]:
+    """Yield the attributes that an object does not have in a dictionary."""
+    for kind in type(value).__mro__:
+        for slot in vars(kind).values() if "__slots__" in vars(kind) else ():
+            if isinstance(slot, types.MemberDescriptorType):
+                with suppress(AttributeError):  # it has no value
+                    yield slot.__get__(value)
+
+
 def _holds_tensors(value: Any) -> bool:
     return next(tensors_in(value), None) is not None
 
@@ -275,15 +297,18 @@ def _put_back_cell(cell: Any, held: Any) -> None:
 
 
 @contextmanager
-def caches_kept(objects: Iterable[Any]) -> Iterator[None]:
+def caches_kept(objects: Iterable[Any]) -> Iterator[dict[int, Tensor]]:
     """Restore, after a block, the tensors that the code of some objects keeps outside of them.
 
     Args:
         objects: Layers, and functions such as a loss.
+
+    Yields:
+        Tensors with gradients that were found on the way, by identity.
     """
     places = _Places(objects)
     try:
-        yield
+        yield places.leaves
     finally:
         for undo in places.undo:
             # A place that refuses does not keep the others from being restored.

@@ -3,7 +3,8 @@
 A layer may use a weight of another one through a function, ``lambda x: F.linear(x, other.weight)``,
 and so may a loss. Copies of the layer have the same function, which has the same weight: its
 gradients would go to the caller's weight. The same holds for the statistics of a batch
-normalisation.
+normalisation. Here they are looked for by the names in the code, before anything runs; what is
+reached in other ways is seen when it is first used (`foreign`).
 
 A call restores what it has found, so only one may be at work in a process: others wait.
 """
@@ -26,6 +27,7 @@ from gpipebal.pipeline.layers.attributes import attributes_of
 from gpipebal.pipeline.values.tensors import has_storage
 from gpipebal.profiler.replicas.caches import caches_kept, codes_of, global_names, is_others
 from gpipebal.profiler.replicas.compiled import is_compiled
+from gpipebal.profiler.replicas.foreign import bits_of, foreign_kept, form_of
 
 __all__ = ["left_alone", "reached_past", "tensors_reached", "uses_compiled", "weights_reached"]
 
@@ -227,12 +229,17 @@ def left_alone(objects: Sequence[Any]) -> Iterator[None]:
     Args:
         objects: Layers, and functions such as a loss.
     """
-    with _at_work, caches_kept(objects), _tensors_kept(_Reached(objects)):
+    with (
+        _at_work,
+        caches_kept(objects) as leaves,
+        _tensors_kept(_Reached(objects), leaves),
+        foreign_kept(),
+    ):
         yield
 
 
 @contextmanager
-def _tensors_kept(reached: _Reached) -> Iterator[None]:
+def _tensors_kept(reached: _Reached, leaves: Mapping[int, Tensor]) -> Iterator[None]:
     # One that cannot be restored does not keep the others from being restored.
     with ExitStack() as behind:
         for module in reached.shared.values():
@@ -240,7 +247,7 @@ def _tensors_kept(reached: _Reached) -> Iterator[None]:
                 behind.callback(module._buffers.__setitem__, name, buffer)
                 if buffer is not None:
                     behind.callback(_put_back, buffer, buffer.data, buffer.detach().clone())
-        for leaf in reached.leaves.values():
+        for leaf in {**leaves, **reached.leaves}.values():
             behind.callback(setattr, leaf, "grad", leaf.grad)
             leaf.grad = None
         yield
@@ -257,11 +264,12 @@ def _put_back(buffer: Tensor, before: Tensor, values: Tensor) -> None:
     if not (has_storage(before) and has_storage(buffer)) or before.is_nested:
         buffer.data.copy_(values)
         return
-    if not torch.equal(before, values):
+    if not _have_same_bits(before, values):
         before.copy_(values)
-    if _form(buffer) != _form(before):
+    if form_of(buffer) != form_of(before):
         buffer.data = before
 
 
-def _form(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride()
+def _have_same_bits(one: Tensor, other: Tensor) -> bool:
+    """Compare two tensors of one form; the two zeros are equal numbers, but not equal bits."""
+    return one.is_meta or torch.equal(bits_of(one), bits_of(other))

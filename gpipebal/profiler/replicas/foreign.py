@@ -1,0 +1,230 @@
+"""Foreign tensors: what the copy of a layer uses that neither it nor the profile has made.
+
+A layer may reach a weight or a module of others in more ways than its code tells. So its first
+forward is watched: what it takes a gradient of, or writes to, is put back at the end of the profile
+as it was before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from gpipebal.pipeline.layers.attributes import attributes_of
+from gpipebal.pipeline.process.eager import EagerDispatchMode
+from gpipebal.pipeline.values.tensors import has_storage, plain_parts, storage_key
+
+__all__ = ["Watch", "bits_of", "foreign_kept", "form_of", "has_foreign", "watched"]
+
+#: Arguments that normalisation writes to, though its operations do not declare it.
+_STATISTICS = frozenset({"running_mean", "running_var"})
+
+
+class _Kept:
+    """What is put back when a profile ends.
+
+    Attributes:
+        used: By name of a layer, the leaves of others that it uses.
+    """
+
+    def __init__(self, behind: ExitStack) -> None:
+        self.used: dict[str, dict[int, Tensor]] = {}
+        self._behind = behind
+        # They are kept alive, so that nothing else gets their identity.
+        self._known: dict[tuple[str, int], Any] = {}
+
+    def gradient(self, name: str, leaf: Tensor) -> None:
+        """Keep the gradient of a leaf that a layer uses; there is none until the end."""
+        self.used.setdefault(name, {})[id(leaf)] = leaf
+        if self._is_new("leaf", id(leaf), leaf):
+            self._behind.callback(setattr, leaf, "grad", leaf.grad)
+            leaf.grad = None
+
+    def values(self, tensor: Tensor) -> None:
+        """Keep the memory of a tensor that is about to be written to."""
+        storage = tensor.untyped_storage()
+        if not tensor._is_view() and self._is_new("form", id(tensor), tensor):
+            self._behind.callback(_put_form_back, tensor, tensor.data)
+        if not tensor.is_meta and self._is_new("storage", storage._cdata, storage):
+            self._behind.callback(_put_back, storage, storage.clone())
+
+    def _is_new(self, what: str, key: int, value: Any) -> bool:
+        is_new = (what, key) not in self._known
+        self._known.setdefault((what, key), value)
+        return is_new
+
+
+_kept: ContextVar[_Kept | None] = ContextVar("gpipebal_foreign", default=None)
+
+
+@contextmanager
+def foreign_kept() -> Iterator[None]:
+    """Put back, after a block, what `watched` has seen in it."""
+    with ExitStack() as behind:
+        before = _kept.set(_Kept(behind))
+        behind.callback(_kept.reset, before)
+        yield
+
+
+@contextmanager
+def watched(name: str, layer: nn.Module, given: Iterable[Any]) -> Iterator[Watch]:
+    """Watch a forward; what it uses of others is put back when the profile ends.
+
+    Args:
+        name: Name of the layer.
+        layer: The layer that runs, a copy.
+        given: Its input.
+    """
+    kept = _kept.get()
+    if kept is None:
+        kept = _Kept(ExitStack())
+    with Watch(kept, name, layer, given) as watch:
+        yield watch
+
+
+def has_foreign(name: str, layer: nn.Module) -> bool:
+    """Tell whether a layer has used parameters, in this profile, that it does not register.
+
+    Args:
+        name: Its name.
+        layer: The caller's layer.
+    """
+    kept = _kept.get()
+    used = set() if kept is None else set(kept.used.get(name, ()))
+    return bool(used - set(map(id, layer.parameters())))
+
+
+class Watch(EagerDispatchMode):
+    """Keeps leaves that operations take, and what they write to, unless the layer has or makes it.
+
+    Args:
+        kept: Keeps them.
+        name: Name of the layer.
+        layer: The layer.
+        given: Its input.
+    """
+
+    def __init__(self, kept: _Kept, name: str, layer: nn.Module, given: Iterable[Any]) -> None:
+        super().__init__()
+        self._keeper, self._name = kept, name
+        inputs = [each for each in given if isinstance(each, Tensor)]
+        own = [*layer.parameters(), *layer.buffers(), *attributes_of(layer)]
+        # The layer's may share the memory of the caller's, but not be the same tensors.
+        self._own = set(map(id, (*inputs, *own)))
+        self._made = set(_keys_of(inputs))
+        self._written = {*self._made, *_keys_of(own)}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Look at what an operation is given, and run it."""
+        kwargs = kwargs or {}
+        given = _tensors_in((args, kwargs))
+        self.take(given)
+        for tensor in _written_by(func, args, kwargs):
+            for part in _parts_of([tensor]):
+                if storage_key(part) not in self._written:
+                    self._keeper.values(part)
+        result = func(*args, **kwargs)
+        new = set(_keys_of(_tensors_in(result))).difference(_keys_of(given))
+        self._made |= new
+        self._written |= new
+        return result
+
+    def take(self, tensors: Iterable[Tensor]) -> None:
+        """Keep the gradients of those that are leaves of others."""
+        for tensor in tensors:
+            if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self._own:
+                self._own.add(id(tensor))
+                if self._made.isdisjoint(_keys_of([tensor])):
+                    self._keeper.gradient(self._name, tensor)
+
+    def take_behind(self, outputs: Iterable[Any]) -> None:
+        """Keep the gradients of leaves that the graph of a layer's output ends at."""
+        tensors = [each for each in outputs if isinstance(each, Tensor)]
+        self.take([*tensors, *_leaves_behind(tensors)])
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor as a row of bytes; a view, if they lie side by side."""
+    row = tensor.detach().contiguous()
+    start = int(row.storage_offset()) * row.element_size()
+    return _bytes_of(row.untyped_storage(), start, row.nbytes)
+
+
+def _bytes_of(storage: torch.UntypedStorage, start: int, n_bytes: int) -> Tensor:
+    made = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return made.set_(storage, start, (n_bytes,))  # type: ignore[call-overload]
+
+
+def _put_back(storage: torch.UntypedStorage, before: torch.UntypedStorage) -> None:
+    """Give a storage its former bytes; numbers that are equal may differ in them, as zeros do."""
+    if storage.nbytes() != before.nbytes():
+        storage.resize_(before.nbytes())
+    now, former = (_bytes_of(each, 0, before.nbytes()) for each in (storage, before))
+    if not torch.equal(now, former):
+        now.copy_(former)
+
+
+def _put_form_back(tensor: Tensor, before: Tensor) -> None:
+    """Give a tensor its former sizes and memory."""
+    if form_of(tensor) != form_of(before):
+        tensor.data = before
+
+
+def form_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return where the elements of a tensor lie, and what they are."""
+    return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride()
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    return [each for each in pytree.tree_leaves(value) if isinstance(each, Tensor)]
+
+
+def _parts_of(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    for tensor in tensors:
+        yield from filter(has_storage, plain_parts(tensor))
+
+
+def _keys_of(tensors: Iterable[Tensor]) -> Iterator[int]:
+    return map(storage_key, _parts_of(tensors))
+
+
+def _written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operation may write to."""
+    given = [
+        args[place] if place < len(args) else kwargs.get(name) for place, name in _writes_of(func)
+    ]
+    return _tensors_in(given)
+
+
+@functools.lru_cache(4096)
+def _writes_of(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return the arguments that an operation may write to, by place and name."""
+    schema = getattr(func, "_schema", None)
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(() if schema is None else schema.arguments)
+        if argument.name in _STATISTICS
+        or (argument.alias_info is not None and argument.alias_info.is_write)
+    )
+
+
+def _leaves_behind(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
+    waiting: list[Any] = [output.grad_fn for output in outputs]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            yield node.variable
+        waiting += [before for before, _ in node.next_functions]
