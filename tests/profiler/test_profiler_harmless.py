@@ -308,3 +308,35 @@ def test_a_profile_that_waits_puts_nothing_of_the_one_before_back(
         assert failures and torch.backends.mha.get_fastpath_enabled() == fast
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+class Masked(nn.Module):
+    """Keeps masks in containers that are attributes of a parameter and of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+        self.register_buffer("scale", torch.ones(4))
+        self.weight.masks = {}  # type: ignore[attr-defined]
+        self.weight.owner = self  # type: ignore[attr-defined]
+        self.scale.kept = [[]]  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.weight.owner is self  # type: ignore[attr-defined]
+        masks, kept = self.weight.masks, self.scale.kept[0]  # type: ignore[attr-defined]
+        if not kept:
+            kept.append(torch.ones(4, device=x.device))
+        if "mask" not in masks:
+            masks["mask"] = torch.ones(4, 4, device=x.device)
+        return torch.nn.functional.linear(x * kept[0], self.weight * masks["mask"])
+
+
+@pytest.mark.parametrize("more", [{"method": "estimate"}, {"timeout": 0}])
+def test_containers_that_parameters_keep_are_copied(more: dict[str, Any]) -> None:
+    """The caller's stay empty, and the model runs afterwards."""
+    layer = Masked()
+    model = nn.Sequential(nn.Linear(4, 4), layer)
+    x = torch.randn(8, 4)
+    gb.profile_model(model, x, chunks=2, progress=False, **more)
+    assert layer.weight.masks == {} and layer.scale.kept == [[]]  # type: ignore[union-attr, operator]
+    model(x).sum().backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,11 +13,13 @@ from gpipebal.copies import deep_copy
 from gpipebal.errors import ProfileError
 from gpipebal.profiler.chain.failures import said
 
-__all__ = ["buffer_like", "copy_layer", "parameter_like"]
+__all__ = ["buffer_like", "copy_attributes", "copy_layer", "parameter_like"]
 
 
 def parameter_like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
     """Make a parameter of the same class, with the same attributes and these values.
+
+    Tensors among the attributes are copied; the rest is shared until `copy_attributes`.
 
     Args:
         parameter: The parameter; it is not changed.
@@ -33,7 +36,7 @@ def parameter_like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
 
 
 def buffer_like(buffer: Tensor, values: Tensor) -> Tensor:
-    """Give a tensor the attributes that a buffer has; return it."""
+    """Give a tensor the attributes that a buffer has, as `parameter_like` does; return it."""
     vars(values).update(_attributes(buffer, values))
     return values
 
@@ -48,6 +51,24 @@ def _attributes(tensor: Tensor, values: Tensor) -> dict[str, Any]:
         else each
         for name, each in vars(tensor).items()
     }
+
+
+def copy_attributes(
+    tensors: Iterable[Tensor], memo: dict[int, Any], copying: TorchFunctionMode | None = None
+) -> None:
+    """Give the copies of tensors copies of all that is an attribute of these, such as a dictionary.
+
+    Args:
+        tensors: Parameters and buffers.
+        memo: Has their copies, and substitutes for objects, by identity.
+        copying: Copies tensors; None: tensors of a graph are cut off from it.
+    """
+    for tensor in tensors:
+        made = memo.get(id(tensor), tensor)
+        if made is not tensor:
+            for name, each in vars(tensor).items():
+                if not isinstance(each, Tensor):
+                    vars(made)[name] = deep_copy(each, memo, copying)
 
 
 def copy_layer(
@@ -71,6 +92,7 @@ def copy_layer(
         ProfileError: it cannot be copied.
     """
     try:
+        copy_attributes((*layer.parameters(), *layer.buffers()), memo, copying)
         copied: nn.Module = deep_copy(layer, memo, copying)
     except Exception as error:
         raise ProfileError(
