@@ -1,13 +1,16 @@
 """Deep copies, also of what `copy.deepcopy` alone refuses.
 
 Tensors that belong to a graph, such as what a layer keeps of an earlier forward, are copied by
-value. Objects that cannot be copied, such as locks and open files, are shared with the copy.
+value. Objects that cannot be copied, such as locks and open files, are shared with the copy. Those
+that read values while they are copied, such as generators of random numbers, are copied by value
+also where other tensors are copied without values.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,8 +38,7 @@ def deep_copy(value: Any, memo: dict[int, Any], copying: TorchFunctionMode | Non
         >>> torch.equal(deep_copy(layer, {}).kept, layer.kept)
         True
     """
-    with _Cut() if copying is None else copying:
-        return _copy(value, memo, set())
+    return _copy(value, memo, set(), _Cut() if copying is None else copying)
 
 
 class _Cut(TorchFunctionMode):
@@ -53,24 +55,28 @@ class _Cut(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _copy(value: Any, memo: dict[int, Any], seen: set[int]) -> Any:
+def _copy(value: Any, memo: dict[int, Any], seen: set[int], copying: TorchFunctionMode) -> Any:
     """Copy a value; the smallest parts of it that cannot be copied are shared.
 
     Args:
         value: The value.
         memo: Copies of objects by identity; those made here are added.
         seen: Values that are being taken apart already.
+        copying: Copies tensors.
     """
     try:
-        return _attempt(value, memo)
+        return _attempt(value, memo, copying)
     except Exception:
         if id(value) in seen:
             return None  # it is being taken apart, and is copied there
         seen.add(id(value))
+        if _copies_itself(value):
+            with suppress(Exception):
+                return _attempt(value, memo, _Cut())
         for part in _parts_of(value):
-            _copy(part, memo, seen)
+            _copy(part, memo, seen, copying)
         try:
-            return _attempt(value, memo)
+            return _attempt(value, memo, copying)
         except Exception:
             if isinstance(value, (nn.Module, Tensor)):
                 raise  # what a copy writes to must not be the original's
@@ -78,10 +84,20 @@ def _copy(value: Any, memo: dict[int, Any], seen: set[int]) -> Any:
             return value
 
 
-def _attempt(value: Any, memo: dict[int, Any]) -> Any:
+def _copies_itself(value: Any) -> bool:
+    """Tell whether an object's class says how it is copied, for which it may read values."""
+    kind = type(value)
+    if issubclass(kind, (nn.Module, Tensor, Collection)):
+        return False
+    ways = ("__setstate__", "__deepcopy__", "__reduce__", "__reduce_ex__")
+    return any(getattr(kind, way, None) is not getattr(object, way, None) for way in ways)
+
+
+def _attempt(value: Any, memo: dict[int, Any], copying: TorchFunctionMode) -> Any:
     """Copy a value; if that fails leave nothing of it in the memo."""
     trial = _Trial(memo)
-    copied = copy.deepcopy(value, trial)
+    with copying:
+        copied = copy.deepcopy(value, trial)
     new = dict(trial)  # without the reference to the memo, which would make a cycle
     # The originals, which `copy.deepcopy` keeps alive under the id of its memo: an id that is free
     # again when `trial` is gone.

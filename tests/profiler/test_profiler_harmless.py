@@ -340,3 +340,22 @@ def test_containers_that_parameters_keep_are_copied(more: dict[str, Any]) -> Non
     gb.profile_model(model, x, chunks=2, progress=False, **more)
     assert layer.weight.masks == {} and layer.scale.kept == [[]]  # type: ignore[union-attr, operator]
     model(x).sum().backward()
+
+
+@pytest.mark.parametrize("more", [{"method": "estimate"}, {"timeout": 0}])
+def test_a_generator_of_a_layer_is_where_it_was(more: dict[str, Any]) -> None:
+    """Random numbers that copies draw are not those of the layer."""
+
+    class Noise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generators = [torch.Generator().manual_seed(0)]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            noise = torch.randn(x.shape, generator=self.generators[0], device="cpu")
+            return x + noise.to(x.device)
+
+    model = nn.Sequential(nn.Linear(4, 4), Noise())
+    before = model[1].generators[0].get_state()
+    gb.profile_model(model, torch.randn(8, 4), chunks=2, progress=False, **more)
+    assert torch.equal(model[1].generators[0].get_state(), before)
