@@ -1,5 +1,6 @@
 """What a training step costs besides the layers.
 
 Read in this order: `loss` (measured as one more layer), `gathered` (joined outputs, and the loss
-over all of them), `optimizer` (optimizers of stand-ins), `step` (their steps, and joining).
+over all of them), `alike` (an optimizer like another one), `optimizer` (optimizers of stand-ins),
+`step` (their steps, and joining).
 """

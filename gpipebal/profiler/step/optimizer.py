@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,6 +14,7 @@ from gpipebal.errors import ProfileError
 from gpipebal.pipeline.meter import optimizer_states
 from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profiler.chain.failures import said
+from gpipebal.profiler.step.alike import copied, optimizer_like, without_memory
 
 __all__ = ["Maker", "OptimizerFactory", "OptimizerLike", "Optimizers", "as_one"]
 
@@ -24,9 +22,6 @@ __all__ = ["Maker", "OptimizerFactory", "OptimizerLike", "Optimizers", "as_one"]
 OptimizerFactory: TypeAlias = Callable[[Sequence[nn.Parameter]], Optimizer | Sequence[Optimizer]]
 #: What `profile_model` takes: such a callable, or what it makes of the model's parameters.
 OptimizerLike: TypeAlias = OptimizerFactory | Optimizer | Sequence[Optimizer]
-#: Attributes of an optimizer that must not be copied to another one: its parameters, a step that a
-#: scheduler has put in place of its own, and hooks.
-_ITS_OWN = frozenset({"defaults", "param_groups", "state", "step"})
 #: Options that a ``foreach`` step takes as tensors only for CUDA graphs, with arbitrary numbers.
 _PLAIN: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999)}
 
@@ -154,12 +149,12 @@ class Maker:
                 if self._wholes:
                     made = as_one(made)
                     # From some parameters it may make other groups than from all.
-                    made.param_groups = self._groups(0, members)
+                    made.param_groups = [
+                        {**copied(options, {}), "params": ours}
+                        for options, ours in self._groups(0, members)
+                    ]
                 return cast(Optimizer, made)
-        alike = [
-            self._like(number, *share, self._groups(number, members))
-            for number, share in sorted(shares.items())
-        ]
+        alike = [self._like(number, *share, members) for number, share in sorted(shares.items())]
         return alike[0] if len(alike) == 1 else Optimizers(alike)
 
     def _like(
@@ -167,63 +162,22 @@ class Maker:
         number: int,
         places: Sequence[int],
         stand_ins: Sequence[nn.Parameter],
-        groups: list[dict[str, Any]],
+        groups: Mapping[tuple[int, int], list[nn.Parameter]],
     ) -> Optimizer:
-        """Make an optimizer like one of the caller's, with these groups of stand-ins."""
-        # As if it were read from a file: the constructor's arguments are not always the options.
-        theirs = self._wholes[number]
-        made = type(theirs).__new__(type(theirs))
-        given = {
-            "defaults": dict(theirs.defaults),
-            "state": defaultdict(dict),
-            "param_groups": groups,
-        }
-        attributes = self._attributes(theirs, made, given, places, stand_ins)
-        made.__setstate__({**attributes, **given})
-        # The constructor sets it, and a file does not have it. Without it, torch's step on a
-        # machine with CUDA asks for an option that not every optimizer has.
-        made._warned_capturable_if_run_uncaptured = True
-        return made
+        """Make an optimizer like one of the caller's, with these groups of stand-ins.
 
-    def _attributes(
-        self,
-        theirs: Optimizer,
-        made: Optimizer,
-        given: Mapping[str, Any],
-        places: Sequence[int],
-        stand_ins: Sequence[nn.Parameter],
-    ) -> dict[str, Any]:
-        """Copy the attributes of an optimizer of all parameters that its own class has set.
-
-        Args:
-            theirs: That optimizer.
-            made: The optimizer that gets them.
-            given: What it has in place of those of that optimizer.
-            places: Places of the parameters that it steps.
-            stand_ins: Stand-ins for these parameters; those for the rest have no values.
+        Stand-ins for parameters that it does not step have no values.
         """
-        memo: dict[int, Any] = {id(theirs): made}
-        for name, value in given.items():
-            memo[id(getattr(theirs, name))] = value
-        for parameter in self._known:
-            memo[id(parameter)] = _without_memory(parameter)
+        memo: dict[int, Any] = {id(one): without_memory(one) for one in self._known}
         for place, stand_in in zip(places, stand_ins, strict=True):
             memo[id(self._known[place])] = stand_in
-        copied: dict[str, Any] = {}
-        for name, value in vars(theirs).items():
-            if name in _ITS_OWN or name.endswith("_hooks"):
-                continue
-            try:
-                copied[name] = copy.deepcopy(value, memo)
-            except Exception:
-                copied[name] = value  # what cannot be copied, such as a lock, is shared
-        return copied
+        return optimizer_like(self._wholes[number], self._groups(number, groups), memo)
 
     def _groups(
         self, number: int, members: Mapping[tuple[int, int], list[nn.Parameter]]
-    ) -> list[dict[str, Any]]:
+    ) -> list[tuple[dict[str, Any], list[nn.Parameter]]]:
         return [
-            {**self._options[group], "params": stand_ins}
+            (self._options[group], stand_ins)
             for group, stand_ins in sorted(members.items())
             if group[0] == number
         ]
@@ -340,12 +294,6 @@ def _holds_tensor(option: Any) -> bool:
     return any(isinstance(each, Tensor) for each in options)
 
 
-def _without_memory(parameter: nn.Parameter, device: str = "meta") -> nn.Parameter:
-    """Make a parameter of the same shape, whose elements are all the same place in memory."""
-    one = torch.zeros((), dtype=parameter.dtype, device=device)
-    return nn.Parameter(one.expand(parameter.shape), parameter.requires_grad)
-
-
 def _made_of(
     optimizer: OptimizerFactory, parameters: Sequence[nn.Parameter]
 ) -> tuple[list[nn.Parameter], Any]:
@@ -357,13 +305,13 @@ def _made_of(
     Raises:
         ProfileError: it cannot be made, or is not an optimizer.
     """
-    stand_ins = [_without_memory(parameter) for parameter in parameters]
+    stand_ins = [without_memory(parameter) for parameter in parameters]
     if not stand_ins:
         return [], None
     try:
         made: Any = optimizer(list(stand_ins))
     except Exception:
-        stand_ins = [_without_memory(parameter, "cpu") for parameter in parameters]
+        stand_ins = [without_memory(parameter, "cpu") for parameter in parameters]
         try:
             made = optimizer(list(stand_ins))
         except Exception as error:
