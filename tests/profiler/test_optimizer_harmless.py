@@ -1,4 +1,4 @@
-"""An optimizer is after a profile as before."""
+"""An optimizer, and hooks on the steps of all optimizers, are after a profile as before."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import gpipebal as gb
+from gpipebal.profiler.step.alike import global_hooks_left_out
 
 pytestmark = pytest.mark.timeout(60)
 WAYS: dict[str, dict[str, Any]] = {
@@ -72,6 +77,51 @@ def test_options_that_belong_to_a_graph(way: str) -> None:
     optimizer = Decaying(model.parameters(), rate)
     profiled(model, way, optimizer)
     assert optimizer.param_groups[0]["lr"] is rate and rate.grad_fn is not None
+
+
+@pytest.mark.parametrize("as_factory", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_hooks_on_the_steps_of_all_optimizers(way: str, as_factory: bool) -> None:
+    """They do not run for stand-ins, and are there afterwards, in their order."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    ran: list[str] = []
+    hooks = [
+        register_optimizer_step_pre_hook(lambda *_: ran.append("before")),
+        register_optimizer_step_post_hook(lambda *_: averaged.update_parameters(model)),
+        register_optimizer_step_post_hook(lambda *_: ran.append("behind")),
+    ]
+    try:
+        optimizer = torch.optim.Adam(model.parameters())
+        profiled(model, way, torch.optim.Adam if as_factory else optimizer)
+        assert ran == [] and averaged.n_averaged == 0
+        optimizer.step()
+        assert ran == ["before", "behind"] and averaged.n_averaged == 1
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def test_hooks_of_another_thread_run() -> None:
+    """It may train meanwhile; hooks that are removed or added meanwhile stay so."""
+    ran: list[str] = []
+    stepper = torch.optim.SGD([torch.ones(1)])
+    removed = register_optimizer_step_post_hook(lambda *_: ran.append("removed"))
+    kept = register_optimizer_step_post_hook(lambda *_: ran.append("kept"))
+    try:
+        with pytest.raises(KeyboardInterrupt), global_hooks_left_out():
+            other = threading.Thread(target=stepper.step)
+            other.start()
+            other.join()
+            assert ran == ["removed", "kept"]
+            removed.remove()
+            stepper.step()
+            assert ran == ["removed", "kept"]
+            raise KeyboardInterrupt
+        stepper.step()
+        assert ran == ["removed", "kept", "kept"]
+    finally:
+        kept.remove()
 
 
 def test_the_time_of_a_step_is_known_as_before() -> None:

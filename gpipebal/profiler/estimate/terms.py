@@ -22,6 +22,7 @@ from gpipebal.profiler.estimate.stand_ins import META, stand_in_for
 from gpipebal.profiler.estimate.walk import acting_as_device
 from gpipebal.profiler.memory.storages import measure_layer_memory
 from gpipebal.profiler.replicas.harmless import tensors_reached
+from gpipebal.profiler.step.alike import global_hooks_left_out
 from gpipebal.profiler.step.loss import LossChain, describe_loss, loss_failed
 from gpipebal.profiler.step.optimizer import Maker
 from gpipebal.rates import DeviceRates
@@ -112,9 +113,10 @@ def estimate_optimizer(maker: Maker, rates: DeviceRates) -> float | None:
         costs = OperationCosts(rates)
         try:
             stepper, _ = maker.make_plain([first[kind]], [stepped])
-            stepper.step()  # makes its state
-            with costs:
-                stepper.step()
+            with global_hooks_left_out():
+                stepper.step()  # makes its state
+                with costs:
+                    stepper.step()
         except Exception:
             return None
         arithmetic = costs.seconds - costs.launches * rates.launch_time

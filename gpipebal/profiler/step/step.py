@@ -17,6 +17,7 @@ from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profiler.chain.clock import synchronize
 from gpipebal.profiler.chain.failures import said
 from gpipebal.profiler.chain.outputs import Outputs
+from gpipebal.profiler.step.alike import global_hooks_left_out
 from gpipebal.profiler.step.optimizer import Maker
 from gpipebal.units import format_bytes
 
@@ -178,7 +179,8 @@ def _step_some(maker: Maker, places: Sequence[int], device_type: str, with_value
         stand_in.grad = torch.full_like(stand_in, 1e-6)
     stepper, is_fused = maker.make_plain(places, stand_ins, device_type)
     together = any(group.get("foreach") for group in stepper.param_groups)
-    stepper.step()  # makes its state
+    with global_hooks_left_out():
+        stepper.step()  # makes its state
     state = [
         value
         for states in optimizer_states(stepper)
@@ -189,7 +191,7 @@ def _step_some(maker: Maker, places: Sequence[int], device_type: str, with_value
     ledger = Ledger()
     ledger.hold([*stand_ins, *(stand_in.grad for stand_in in stand_ins), *state], 0)
     before = ledger.start_peak()
-    with ledger.watch(0):
+    with global_hooks_left_out(), ledger.watch(0):
         stepper.step()
     # A fused step is one kernel, and makes nothing in between.
     peak = 0 if is_fused else ledger.total_peak - before
@@ -260,7 +262,8 @@ def _time_of_share(
 
         beyond = BEYOND_CACHES if one_of is None else min(BEYOND_CACHES, n_bytes)
         elsewhere = torch.empty(beyond // 4, dtype=torch.float32, device=device)
-        seconds = _median_time(run_step, device, prepare)
+        with global_hooks_left_out():
+            seconds = _median_time(run_step, device, prepare)
     except Exception as error:
         raise ProfileError(
             f"the optimizer failed: {said(error)}\n"
