@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import gpipebal as gb
@@ -330,3 +331,79 @@ def test_what_a_layer_makes_or_is_given_is_its_own() -> None:
             watch.take_behind([layer(given)])
         assert has_foreign("two", nn.Linear(4, 4)) and layer.weight.grad is None
     assert torch.equal(layer.weight.grad, torch.ones(4, 4))
+
+
+def test_a_view_of_a_parameter_is_no_parameter_of_others() -> None:
+    """Spectral normalisation takes views of its weight without a graph."""
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+    model = nn.Sequential(nn.Linear(8, 8), layer)
+    found = gb.profile_model(model, torch.randn(8, 8), **MEASURE)
+    assert not [flag for flag in found.provenance["flags"] if "does not register" in flag]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("how", ["vmap", "jvp", "functional", "checkpoint", "as it is"])
+def test_what_torch_does_with_a_weight_of_others(how: str) -> None:
+    """Transforms, a checkpoint that hides the graph, and a weight that is the output."""
+    inner, queue = nn.Linear(8, 8), among_many(None)
+    queue["a"] = inner
+    ways: dict[str, Callable[[Tensor], Any]] = {
+        "vmap": lambda x: torch.vmap(queue["a"])(x),
+        "jvp": lambda x: torch.func.jvp(queue["a"], (x,), (x,))[1],
+        "functional": lambda x: torch.func.functional_call(
+            queue["a"], dict(queue["a"].named_parameters()), (x,)
+        ),
+        "checkpoint": lambda x: torch.utils.checkpoint.checkpoint(
+            queue["a"], x, use_reentrant=True
+        ),
+        "as it is": lambda x: queue["a"].weight,
+    }
+
+    class Uses(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = ways[how](x)
+            return result
+
+    model = nn.Sequential(nn.Linear(8, 8), Uses())
+    # Side by side, threads would share torch's one level of forward mode.
+    found = gb.profile_model(model, torch.randn(8, 8), partitions=1, **MEASURE)
+    assert inner.weight.grad is None
+    assert [flag for flag in found.provenance["flags"] if "does not register" in flag]
+
+
+def test_a_loss_that_writes_to_its_own_parameters() -> None:
+    """Its copy shares their memory, which is put back."""
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(10, 8, max_norm=0.1)
+
+        def forward(self, output: Tensor) -> Tensor:
+            return (self.table(torch.arange(len(output))) * output).mean()
+
+    loss = Loss()
+    before = loss.table.weight.detach().clone()
+    gb.profile_model(nn.Sequential(nn.Linear(8, 8)), torch.randn(8, 8), loss_fn=loss, **MEASURE)
+    assert torch.equal(loss.table.weight, before)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_an_optimizer_in_the_backward_of_a_weight_of_others(named: bool) -> None:
+    """It takes no step, and is there afterwards."""
+    inner = nn.Linear(8, 8)
+    stepper = torch.optim.SGD([inner.weight], lr=1.0, momentum=0.9)
+    many, steps = among_many(inner), []
+
+    def step(weight: Tensor) -> None:
+        steps.append(weight.grad)
+        stepper.step()
+
+    inner.weight.register_post_accumulate_grad_hook(step)
+    before = inner.weight.detach().clone()
+    layer = Layer((lambda layer: inner) if named else (lambda layer: many["a"]))
+    model = nn.Sequential(nn.Linear(8, 8), layer)
+    gb.profile_model(model, torch.randn(8, 8), **MEASURE)
+    assert not steps and not stepper.state and torch.equal(inner.weight, before)
+    model(torch.randn(8, 8)).sum().backward()
+    assert len(steps) == 1 and not torch.equal(inner.weight, before)

@@ -64,11 +64,14 @@ class Chain:
 
     Attributes:
         only_inputs: As given.
+        shares: Whether the parameters have the memory of the caller's when `find_written` runs.
         has_skips: Whether there are skips in the whole chain.
         written: For each layer, which of its inputs (popped ones count after the others) it writes
             to. Those are copied before the layer runs, and the copy is not clocked.
         stop: Set from outside to end a round before its next layer.
     """
+
+    shares = False
 
     def __init__(
         self,
@@ -223,7 +226,7 @@ class Chain:
         What it uses of others is put back when the profile ends, see `watched`.
 
         Args:
-            k: Index of the layer, which must be a copy that shares nothing with the model's.
+            k: Index of the layer, a copy; it shares nothing with the model's, or `shares` is set.
             value: What goes into it.
 
         Returns:
@@ -237,7 +240,7 @@ class Chain:
         inputs, given = self.prepare(k, value, wants=True, protect=True)
         copies = list(given)
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in copies]
-        with watched(self.names[k], layer, (*inputs, *copies)) as watch:
+        with watched(self.names[k], layer, [*inputs, *copies], shares=self.shares) as watch:
             passed = self.call(k, given, value)
             watch.take_behind(self.outputs(k, passed))
         self.written[k] = frozenset(

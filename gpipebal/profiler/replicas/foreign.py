@@ -21,7 +21,7 @@ from gpipebal.pipeline.layers.attributes import attributes_of
 from gpipebal.pipeline.process.eager import EagerDispatchMode
 from gpipebal.pipeline.values.tensors import has_storage, plain_parts, storage_key
 
-__all__ = ["Watch", "bits_of", "foreign_kept", "form_of", "has_foreign", "watched"]
+__all__ = ["Watch", "bits_of", "foreign_kept", "form_of", "has_foreign", "put_aside", "watched"]
 
 #: Arguments that normalisation writes to, though its operations do not declare it.
 _STATISTICS = frozenset({"running_mean", "running_var"})
@@ -40,12 +40,14 @@ class _Kept:
         # They are kept alive, so that nothing else gets their identity.
         self._known: dict[tuple[str, int], Any] = {}
 
-    def gradient(self, name: str, leaf: Tensor) -> None:
-        """Keep the gradient of a leaf that a layer uses; there is none until the end."""
+    def use(self, name: str, leaf: Tensor) -> None:
+        """Note that a layer uses a leaf of others."""
         self.used.setdefault(name, {})[id(leaf)] = leaf
+
+    def gradient(self, leaf: Tensor) -> None:
+        """Keep the gradient of a leaf; there is none until the end."""
         if self._is_new("leaf", id(leaf), leaf):
-            self._behind.callback(setattr, leaf, "grad", leaf.grad)
-            leaf.grad = None
+            put_aside(leaf, self._behind)
 
     def values(self, tensor: Tensor) -> None:
         """Keep the memory of a tensor that is about to be written to."""
@@ -74,18 +76,21 @@ def foreign_kept() -> Iterator[None]:
 
 
 @contextmanager
-def watched(name: str, layer: nn.Module, given: Iterable[Any]) -> Iterator[Watch]:
+def watched(
+    name: str, layer: nn.Module, given: Iterable[Any], *, shares: bool = False
+) -> Iterator[Watch]:
     """Watch a forward; what it uses of others is put back when the profile ends.
 
     Args:
         name: Name of the layer.
         layer: The layer that runs, a copy.
         given: Its input.
+        shares: Whether its parameters have the memory of the caller's.
     """
     kept = _kept.get()
     if kept is None:
         kept = _Kept(ExitStack())
-    with Watch(kept, name, layer, given) as watch:
+    with Watch(kept, name, layer, given, shares) as watch:
         yield watch
 
 
@@ -109,17 +114,21 @@ class Watch(EagerDispatchMode):
         name: Name of the layer.
         layer: The layer.
         given: Its input.
+        shares: Whether its parameters have the memory of the caller's.
     """
 
-    def __init__(self, kept: _Kept, name: str, layer: nn.Module, given: Iterable[Any]) -> None:
+    def __init__(
+        self, kept: _Kept, name: str, layer: nn.Module, given: Iterable[Any], shares: bool
+    ) -> None:
         super().__init__()
         self._keeper, self._name = kept, name
         inputs = [each for each in given if isinstance(each, Tensor)]
-        own = [*layer.parameters(), *layer.buffers(), *attributes_of(layer)]
-        # The layer's may share the memory of the caller's, but not be the same tensors.
-        self._own = set(map(id, (*inputs, *own)))
-        self._made = set(_keys_of(inputs))
-        self._written = {*self._made, *_keys_of(own)}
+        parameters, others = list(layer.parameters()), [*layer.buffers(), *attributes_of(layer)]
+        own = [*inputs, *parameters, *others]
+        # Parameters may share the memory of the caller's, but are not the same tensors.
+        self._seen = set(map(id, own))
+        self._own = set(_keys_of(own))
+        self._made = set(_keys_of([*inputs, *others, *(() if shares else parameters)]))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -130,26 +139,45 @@ class Watch(EagerDispatchMode):
         self.take(given)
         for tensor in _written_by(func, args, kwargs):
             for part in _parts_of([tensor]):
-                if storage_key(part) not in self._written:
+                if storage_key(part) not in self._made:
                     self._keeper.values(part)
         result = func(*args, **kwargs)
-        new = set(_keys_of(_tensors_in(result))).difference(_keys_of(given))
-        self._made |= new
-        self._written |= new
+        self._made |= set(_keys_of(_tensors_in(result))).difference(_keys_of(given))
         return result
 
     def take(self, tensors: Iterable[Tensor]) -> None:
         """Keep the gradients of those that are leaves of others."""
         for tensor in tensors:
-            if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self._own:
-                self._own.add(id(tensor))
-                if self._made.isdisjoint(_keys_of([tensor])):
-                    self._keeper.gradient(self._name, tensor)
+            leaf = _leaf_of(tensor)
+            if leaf is None or id(leaf) in self._seen:
+                continue
+            keys = set(_keys_of([leaf]))
+            if self._own.isdisjoint(keys):
+                if not self._made.isdisjoint(keys):
+                    continue
+                self._keeper.use(self._name, leaf)
+            self._seen.add(id(leaf))
+            self._keeper.gradient(leaf)
 
     def take_behind(self, outputs: Iterable[Any]) -> None:
         """Keep the gradients of leaves that the graph of a layer's output ends at."""
         tensors = [each for each in outputs if isinstance(each, Tensor)]
         self.take([*tensors, *_leaves_behind(tensors)])
+
+
+def put_aside(leaf: Tensor, behind: ExitStack) -> None:
+    """Put the gradient of a leaf aside, and hooks that run when it has one: they may step it.
+
+    Args:
+        leaf: The leaf.
+        behind: Puts them back.
+    """
+    behind.callback(setattr, leaf, "grad", leaf.grad)
+    leaf.grad = None
+    hooks: Any = leaf._post_accumulate_grad_hooks
+    if hooks:
+        behind.callback(hooks.update, dict(hooks))
+        hooks.clear()
 
 
 def bits_of(tensor: Tensor) -> Tensor:
@@ -182,6 +210,20 @@ def _put_form_back(tensor: Tensor, before: Tensor) -> None:
 def form_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return where the elements of a tensor lie, and what they are."""
     return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride()
+
+
+def _leaf_of(tensor: Tensor) -> Tensor | None:
+    """Return the leaf that a tensor is; None: it is none.
+
+    Where autograd is off, a view of a leaf may look like a leaf.
+    """
+    if not (tensor.requires_grad and tensor.is_leaf):
+        return None
+    try:
+        base = tensor._base if tensor._is_view() else tensor
+    except RuntimeError:  # a view for derivatives in forward mode only
+        base = tensor
+    return base if base is not None and base.requires_grad and base.is_leaf else None
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

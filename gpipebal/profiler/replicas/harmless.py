@@ -27,7 +27,7 @@ from gpipebal.pipeline.layers.attributes import attributes_of
 from gpipebal.pipeline.values.tensors import has_storage
 from gpipebal.profiler.replicas.caches import caches_kept, codes_of, global_names, is_others
 from gpipebal.profiler.replicas.compiled import is_compiled
-from gpipebal.profiler.replicas.foreign import bits_of, foreign_kept, form_of
+from gpipebal.profiler.replicas.foreign import bits_of, foreign_kept, form_of, put_aside
 
 __all__ = ["left_alone", "reached_past", "tensors_reached", "uses_compiled", "weights_reached"]
 
@@ -248,8 +248,7 @@ def _tensors_kept(reached: _Reached, leaves: Mapping[int, Tensor]) -> Iterator[N
                 if buffer is not None:
                     behind.callback(_put_back, buffer, buffer.data, buffer.detach().clone())
         for leaf in {**leaves, **reached.leaves}.values():
-            behind.callback(setattr, leaf, "grad", leaf.grad)
-            leaf.grad = None
+            put_aside(leaf, behind)
         yield
 
 

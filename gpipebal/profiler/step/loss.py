@@ -75,6 +75,8 @@ class LossChain(Chain):
         loss: The layer.
     """
 
+    shares = True
+
     def __init__(
         self, loss_fn: Callable[..., Tensor], target: Any, start: Value, device: torch.device
     ) -> None:
