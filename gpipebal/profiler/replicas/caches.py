@@ -31,7 +31,7 @@ from gpipebal.pipeline.layers.attributes import MOST_INSIDE, inside_of, tensors_
 __all__ = ["caches_kept", "codes_of", "global_names", "is_others"]
 
 #: Objects inside objects are looked at to this depth, and this many at most.
-_DEPTH, _MOST_OBJECTS = 8, 20_000
+_DEPTH, _MOST_OBJECTS = 12, 20_000
 #: Packages whose functions keep nothing of a layer.
 _OTHERS = frozenset({"torch", "numpy", "gpipebal", "builtins", "functools", "contextlib", "typing"})
 _PLAIN = (Tensor, str, bytes, int, float, type(None))
