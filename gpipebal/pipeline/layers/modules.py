@@ -13,6 +13,9 @@ from torch.nn.parameter import is_lazy
 
 __all__ = ["Modules", "WriteCounts"]
 
+#: Layers that compute otherwise in evaluation mode where no graph is recorded.
+_ATTENTION = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
 
 class WriteCounts(NamedTuple):
     """How often parameters were written to.
@@ -74,6 +77,7 @@ class Modules:
             for module in self._modules
             if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None
         ]
+        self._attention = [one for one in self._modules if isinstance(one, _ATTENTION)]
         self._children = self._nested()
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -91,6 +95,24 @@ class Modules:
                     if parameter is not None
                 ]
             ),
+        )
+
+    def ask_for_a_graph(self) -> bool:
+        """Tell whether layers may compute otherwise if no graph is recorded.
+
+        Attention layers of torch have a fast path in evaluation mode, which puts zeros where a mask
+        leaves positions out. They take it if nothing that they use can get a gradient: without a
+        graph, as checkpointed forwards run, or where all of it is frozen.
+
+        Example:
+            >>> found = Modules([nn.TransformerEncoderLayer(4, 1, 4, batch_first=True).eval()])
+            >>> found.ask_for_a_graph()
+            True
+        """
+        return (
+            bool(self._attention)
+            and not all([one.training for one in self._attention])
+            and torch.backends.mha.get_fastpath_enabled()
         )
 
     def parameters(self) -> list[nn.Parameter]:

@@ -148,7 +148,7 @@ class Cell:
                 Pass(self._kind, state, randomness, tail, marks),
                 checkpointed=self.checkpointed,
                 protect=self._protect,
-                look=self.checkpointed and self._micro_batch == 0,
+                look=self.checkpointed and self._needs_graph(tail),
             )
         self._partition.check_writes(self._kind, packet)
         if writes is not None and any(result.needs_gradient):
@@ -170,6 +170,14 @@ class Cell:
             result.structure,
             [self._grad and needs for needs in result.needs_gradient],
             overlaps=find_overlaps(result.leaves) | result.overlaps,
+        )
+
+    def _needs_graph(self, tail: Tail | None) -> bool:
+        """Tell whether a checkpointed forward has to record a graph, to drop it afterwards."""
+        return (
+            self._micro_batch == 0
+            or self._partition.modules.ask_for_a_graph()
+            or (tail is not None and tail.asks_for_a_graph)
         )
 
     def begin_backward(self, *, keep: bool, parameters: bool) -> None:

@@ -122,7 +122,7 @@ class MicroBatchLoss:
                 meet(leaves_behind(loss, before, [*given, *own]))
             return loss
 
-        return Tail(self._kind, run)
+        return Tail(self._kind, run, self.modules.ask_for_a_graph())
 
     def give_back(self) -> None:
         """Give a module its own buffers back, if a recompute that hangs has them."""

@@ -12,8 +12,9 @@ on the first micro-batch of a new kind, and used from then on:
 * which outputs need a gradient (a checkpointed forward records no graph that could tell).
 
 Which outputs need a gradient is looked at again in the first micro-batch of every mini-batch, and
-in every micro-batch as long as no output needs one. A layer that changes in another way is noticed
-in the recompute, before it can make a wrong gradient.
+in every micro-batch as long as no output needs one. If layers compute otherwise without a graph,
+as torch's attention does in evaluation mode, every forward records one. A layer that changes in
+another way is noticed in the recompute, before it can make a wrong gradient.
 """
 
 from __future__ import annotations
@@ -59,10 +60,12 @@ class Tail(NamedTuple):
     Attributes:
         kind: Names the loss; another may behave differently.
         run: Returns the loss of an output.
+        asks_for_a_graph: Whether it may compute otherwise if no graph is recorded.
     """
 
     kind: Hashable
     run: Callable[[Any], Tensor]
+    asks_for_a_graph: bool = False
 
 
 class Route(NamedTuple):
@@ -172,8 +175,9 @@ class Partition:
             run: What the pass depends on. If the caller wants gradients a graph is recorded.
             checkpointed: Whether a recompute follows: no graph is recorded, buffers are copied.
             protect: Whether the input is read later, so that it must stay as it is.
-            look: Whether to record a graph only to see which outputs need a gradient: a layer may
-                have been frozen or thawed in a way that its parameters do not show.
+            look: Whether to record a graph only to see which outputs need a gradient (a layer may
+                have been frozen or thawed in a way that its parameters do not show), or because
+                layers compute otherwise without one.
 
         Raises:
             ModelError: a layer returned no tensor, or writes to a buffer that layers of another
