@@ -375,3 +375,52 @@ def test_a_flat_gradient_may_be_attached_after_the_forward() -> None:
 
     mine = run(lambda model: gb.GPipe(model, [1, 2], chunks=2))
     torch.testing.assert_close(mine, run(lambda model: model))
+
+
+class AddBuffer(nn.Module):
+    """Add a row that is trained, and that is no parameter."""
+
+    row: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("row", torch.randn(4).requires_grad_())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(x.shape) + self.row.unsqueeze(0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("schedule", [None, "gpipe", "1f1b"])
+def test_of_a_buffer(mode: str, schedule: str | None) -> None:
+    """A buffer that requires a gradient gets one as a parameter does."""
+    model = nn.Sequential(nn.Linear(4, 4), ReadsLate(), AddBuffer(), nn.Linear(4, 4), nn.Tanh())
+    plain, x = copy.deepcopy(model), torch.randn(4, 4)
+    plain(x).square().mean().backward()
+    pipe = gb.GPipe(model, [2, 3], chunks=4, checkpoint=mode)
+    if schedule is None:
+        pipe(x).square().mean().backward()
+    else:
+        pipe.step(x, loss_fn=lambda y: y.square().mean(), schedule=schedule)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    torch.testing.assert_close(model[2].row.grad, plain[2].row.grad)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_of_a_buffer_that_the_callers_graph_uses(mode: str) -> None:
+    """Its first gradient is that of the output, which travels back."""
+    model = nn.Sequential(AddBuffer(), nn.Linear(4, 4))
+    side = nn.Linear(4, 4)
+    plain, plain_side = copy.deepcopy(model), copy.deepcopy(side)
+    x = torch.randn(4, 4)
+
+    def run(f: Any, layers: nn.Sequential, beside: nn.Linear) -> None:
+        shift = beside(x).sum(0)
+        ((f(x).sum(0) + shift).flatten() + layers[0].row.flatten()).square().sum().backward()
+
+    run(plain, plain, plain_side)
+    run(gb.GPipe(model, [1, 1], chunks=2, checkpoint=mode), model, side)
+    torch.testing.assert_close(model[0].row.grad, plain[0].row.grad)
+    for mine, theirs in zip(side.parameters(), plain_side.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)

@@ -207,6 +207,47 @@ def test_sharing_across_devices_is_refused() -> None:
     check_shared({"a": layer, "b": nn.Sequential(layer)}, [1, 1], devices[:1] * 2)
 
 
+class Scale(nn.Module):
+    """A matrix that is trained, and that is no parameter."""
+
+    matrix: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("matrix", torch.randn(33, 33))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.matrix
+
+
+@pytest.mark.parametrize("used_by", ["layers", "loss"])
+def test_a_trained_buffer_of_several_partitions_gets_one_sum(used_by: str) -> None:
+    """Its gradients are added up as a parameter's are, also if it is thawed after a forward."""
+    torch.manual_seed(0)
+    shared = Scale()
+    other = shared if used_by == "layers" else nn.Identity()
+    model = nn.Sequential(shared, nn.Tanh(), other, nn.Tanh(), other, nn.Linear(33, 33))
+    plain = copy.deepcopy(model)
+    pipe = GPipe(model, [2, 2, 2], chunks=6, checkpoint="never")
+    inputs = torch.randn(24, 33)
+
+    def loss_of(scale: Any) -> Callable[[Tensor], Tensor]:
+        matrix = scale.matrix if used_by == "loss" else torch.eye(33)
+        return lambda y: (y @ matrix).sum()
+
+    pipe(inputs).sum().backward()
+    for one in (model, plain):
+        one[0].matrix.requires_grad_()  # type: ignore[operator, union-attr]
+    results = set()
+    for _ in range(20):
+        shared.matrix.grad = None
+        pipe.step(inputs, loss_fn=loss_of(shared), reduction="sum")
+        results.add(shared.matrix.grad.numpy().tobytes())  # type: ignore[union-attr]
+    assert len(results) == 1
+    loss_of(plain[0])(run_plain(plain, inputs, 6)).backward()
+    torch.testing.assert_close(shared.matrix.grad, plain[0].matrix.grad, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 @MODES
 def test_a_parameter_that_the_loss_uses_too(checkpoint: CheckpointMode, schedule: str) -> None:

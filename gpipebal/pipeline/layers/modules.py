@@ -71,6 +71,7 @@ class Modules:
         # Views of the modules' dictionaries, which show later changes: every step reads them.
         self._child_views = [module._modules.values() for module in self._modules]
         self._parameter_views = [module._parameters.values() for module in self._modules]
+        self._buffer_views = [module._buffers.values() for module in self._modules]
         # An embedding may limit the norm of its rows in place: doing so again changes nothing.
         self._counted_views = [
             module._parameters.values()
@@ -119,13 +120,28 @@ class Modules:
         """List the parameters; a shared one as often as it occurs."""
         return [p for p in chain.from_iterable(self._parameter_views) if p is not None]
 
+    def leaves(self) -> list[Tensor]:
+        """List what takes gradients: the parameters, and buffers that require a gradient.
+
+        A frozen parameter is among them; a shared one as often as it occurs.
+
+        Example:
+            >>> layer = nn.Linear(2, 2, bias=False)
+            >>> layer.register_buffer("shift", torch.zeros(2, requires_grad=True))
+            >>> layer.register_buffer("table", torch.zeros(3))
+            >>> [tuple(leaf.shape) for leaf in Modules([layer]).leaves()]
+            [(2, 2), (2,)]
+        """
+        return [*self.parameters(), *self._trained_buffers()]
+
     def are_as_made(self) -> bool:
         """Tell whether all modules inside the layers are the ones that were there at first."""
         return self._nested() == self._children
 
-    def parameter_ids(self) -> list[int]:
-        """Name the parameter in each place that can have one."""
-        return list(map(id, chain.from_iterable(self._parameter_views)))
+    def leaf_ids(self) -> list[int]:
+        """Name the parameter in each place that can have one, and buffers that take gradients."""
+        ids = list(map(id, chain.from_iterable(self._parameter_views)))
+        return ids + list(map(id, self._trained_buffers()))
 
     def condition(self) -> Hashable:
         """Name the state that a recompute needs unchanged.
@@ -166,6 +182,10 @@ class Modules:
             for name, parameter in module._parameters.items()
             if parameter is not None and id(parameter) in changed
         ]
+
+    def _trained_buffers(self) -> list[Tensor]:
+        found = chain.from_iterable(self._buffer_views)
+        return [one for one in found if one is not None and one.requires_grad]
 
     def _nested(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(self._child_views))

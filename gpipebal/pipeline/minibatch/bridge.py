@@ -92,17 +92,17 @@ def attach_outputs(mini_batch: MiniBatch, inputs: Sequence[Any], out_dims: Any) 
     if not any(needs):
         return unflatten(outputs, structure)
     partitions = mini_batch.runtime.partitions
-    parameters = [p for part in partitions for p in part.modules.parameters()]
+    own = [leaf for part in partitions for leaf in part.modules.leaves()]
     if len(mini_batch.rows) == 1:
         # Autograd does not know of memory that outputs of one micro-batch share with each other,
-        # with an input that they are differentiated by, or with a parameter.
-        shared = {k for k in find_shared(outputs, [*inputs, *parameters]) if needs[k]}
+        # with an input that they are differentiated by, or with what layers train.
+        shared = {k for k in find_shared(outputs, [*inputs, *own]) if needs[k]}
         outputs = copied(outputs, find_overlaps(outputs) | shared)
     tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor) and leaf.requires_grad]
     # Even if no input needs a gradient the parameters do, so the token must be in the graph.
     anchor = torch.empty(0, requires_grad=True, device="cpu")
     devices = [_gradient_device(leaf) for leaf in inputs]
-    crossing = _Crossing(mini_batch, sizes, dims, anchor, devices, LateGradients(parameters))
+    crossing = _Crossing(mini_batch, sizes, dims, anchor, devices, LateGradients(own))
     token = _Launch.apply(crossing, anchor, *tensors)
     wanted = [k for k, flag in enumerate(needs) if flag]
     attached = _Attach.apply(crossing, token, wanted, *(outputs[k] for k in wanted))

@@ -29,7 +29,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpipebal.errors import PipelineError
 from gpipebal.pipeline.layers.batchnorm import Statistics, gathering
@@ -131,7 +131,7 @@ class MiniBatch:
         self._target_ready = [starts[-1], *(loss.events() if loss is not None else ())]
         # By partition, what marks the end of the phase that ran last.
         self._done: list[Any] = []
-        # Parameters without a gradient, by partition, while backwards run.
+        # Parameters and the like without a gradient, by partition, while backwards run.
         self._new: list[NewGradients] = []
         # What recomputes need unchanged, by partition: the layers' modes and parameters.
         self._conditions: dict[int, Any] = {}
@@ -352,7 +352,7 @@ class MiniBatch:
             gradients = [loss.gradient(i, self.losses[i])]
         new = self._new[j] if self._new else None
         if new is not None and not new.has_begun:
-            new.begin(self.runtime.partitions[j].modules.parameters())
+            new.begin(self.runtime.partitions[j].modules.leaves())
         started = self._begin(action)
         with self.runtime.tied.collecting(self._sums[j]):
             received = self._cells[j][i].backward(gradients, self.state)
@@ -374,8 +374,7 @@ class MiniBatch:
 
     def _meet(self, leaves: Sequence[Tensor]) -> None:
         """Take in the parameters, or the like, that the loss of a micro-batch uses by itself."""
-        parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
-        self.runtime.tied.tie(len(self.lanes) - 1, parameters)
+        self.runtime.tied.tie(len(self.lanes) - 1, leaves)
         if self._new:
             self._new[-1].add(leaves)
 
@@ -388,11 +387,10 @@ class MiniBatch:
         threads = self.runtime.pool.threads
         if self._loss is not None:
             self._loss.give_back()
-            drop_gradients(self._loss.modules.parameters(), threads)
+            drop_gradients(self._loss.modules.leaves(), threads)
         for partition in self.runtime.partitions:
             partition.give_up()
-            for layer in partition.layers:
-                drop_gradients(layer.parameters(), threads)
+            drop_gradients(partition.modules.leaves(), threads)
 
     def _release_cells(self) -> None:
         for row in self._cells:

@@ -94,7 +94,10 @@ class Runtime:
         )
 
     def has_other_parameters(self) -> bool:
-        """Tell whether a parameter has been replaced since the tied ones were found."""
+        """Tell whether another parameter is in a place than when the tied ones were found.
+
+        A buffer counts as one while it requires a gradient.
+        """
         return self._parameter_ids != self._find_parameter_ids()
 
     def with_other_ties(self) -> Runtime:
@@ -108,7 +111,7 @@ class Runtime:
         return [module._skip_namespaces for module in self._skippables]
 
     def _find_parameter_ids(self) -> list[list[int]]:
-        return [partition.modules.parameter_ids() for partition in self.partitions]
+        return [partition.modules.leaf_ids() for partition in self.partitions]
 
     def follow_workers(self) -> None:
         """Let what the caller does next come after all that a failed phase has launched.

@@ -1,4 +1,4 @@
-"""Tied parameters: one parameter that several partitions use.
+"""Tied parameters: one parameter that several partitions use, or a buffer that is trained.
 
 Each worker's backward would add to the same ``.grad``, in an order that depends on timing, and
 floating point sums depend on their order. So while a worker runs, the gradients of tied parameters
@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import Tensor
+from torch.nn.parameter import Parameter, is_lazy
 
 from gpipebal.pipeline.values.lane import Lane
 from gpipebal.pipeline.values.tensors import has_storage
@@ -29,7 +29,7 @@ from gpipebal.pipeline.workers.partition import Partition
 __all__ = ["TiedParameters", "drop_gradients", "leaves_behind"]
 
 #: The gradients of a partition's tied parameters, and what must be waited for to read each.
-_Sums = dict[nn.Parameter, tuple[Tensor, Any]]
+_Sums = dict[Tensor, tuple[Tensor, Any]]
 
 _current = threading.local()
 
@@ -52,9 +52,9 @@ class TiedParameters:
         # By id, so that a parameter that is replaced is not kept: its partitions, in their order.
         self._owners: dict[int, list[int]] = {}
         self._lanes = lanes
-        self._tied: dict[nn.Parameter, None] = {}
+        self._tied: dict[Tensor, None] = {}
         for partition in partitions:
-            for parameter in dict.fromkeys(p for x in partition.layers for p in x.parameters()):
+            for parameter in dict.fromkeys(partition.modules.leaves()):
                 owners = self._owners.setdefault(id(parameter), [])
                 owners.append(partition.index)
                 if len(owners) > 1:
@@ -63,7 +63,7 @@ class TiedParameters:
         self._adding = threading.Lock()
         # torch keeps the node that adds to `.grad` only while a graph does; the hook is on it.
         known = {} if before is None else before._users
-        self._users: dict[nn.Parameter, Any] = {p: known[p] for p in self._tied if p in known}
+        self._users: dict[Tensor, Any] = {p: known[p] for p in self._tied if p in known}
 
     def sums(self, *, grad: bool) -> list[_Sums]:
         """Return an empty sum for each partition; with `grad`, prepare to catch gradients."""
@@ -73,7 +73,7 @@ class TiedParameters:
                 self._catch(parameter)
         return [{} for _ in self._lanes]
 
-    def tie(self, j: int, parameters: Iterable[nn.Parameter]) -> None:
+    def tie(self, j: int, parameters: Iterable[Tensor]) -> None:
         """Add parameters that partition `j` uses besides those of its layers.
 
         Called by its worker, before the backward that finds their gradients.
@@ -84,7 +84,7 @@ class TiedParameters:
                     self._tied[parameter] = None
                     self._catch(parameter)
 
-    def _catch(self, parameter: nn.Parameter) -> None:
+    def _catch(self, parameter: Tensor) -> None:
         # A value that torch.func.functional_call put in place belongs to the caller's graph.
         if not (parameter.requires_grad and parameter.is_leaf):
             return
@@ -148,7 +148,7 @@ def leaves_behind(tensor: Tensor, before: set[Any], given: Sequence[Tensor | Non
     return found
 
 
-def drop_gradients(parameters: Iterable[nn.Parameter], threads: Sequence[threading.Thread]) -> None:
+def drop_gradients(parameters: Iterable[Tensor], threads: Sequence[threading.Thread]) -> None:
     """Keep these threads from adding to any ``.grad`` from now on.
 
     A worker that was given up may still be inside a backward, whose gradients would otherwise come
@@ -169,7 +169,7 @@ def drop_gradients(parameters: Iterable[nn.Parameter], threads: Sequence[threadi
                 _adder(user).register_prehook(drop)
 
 
-def _user(parameter: nn.Parameter) -> Any:
+def _user(parameter: Tensor) -> Any:
     """Return a node that leads to the one that adds to a parameter's ``.grad``.
 
     This node may be kept, but not the one that adds. A node that only Python holds can be used by
@@ -193,18 +193,18 @@ def _added(known: Tensor | None, gradient: Tensor) -> Tensor:
     return known.add_(gradient)
 
 
-def _copy_for(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+def _copy_for(parameter: Tensor, gradient: Tensor) -> Tensor:
     """Copy a gradient so that it lies in memory as its parameter does, like any that torch adds.
 
     A fused optimizer goes through both in the order of their memory, and asks for no strides.
     """
-    if type(parameter) is not nn.Parameter or not has_storage(gradient):
+    if type(parameter) not in (Tensor, Parameter) or not has_storage(gradient):
         return gradient.detach().clone()
     return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
 
 
 def _catcher(
-    parameter: nn.Parameter,
+    parameter: Tensor,
 ) -> Callable[[tuple[Tensor | None, ...]], tuple[None] | None]:
     def catch(gradients: tuple[Tensor | None, ...]) -> tuple[None] | None:
         sums: _Sums | None = getattr(_current, "sums", None)
