@@ -213,6 +213,18 @@ class Buffers:
             if leaf.untyped_storage()._cdata in written
         ]
 
+    def of_layers(self) -> Iterator[tuple[BufferSlot, Tensor]]:
+        """Yield the buffers that layers may write to, each with its place."""
+        return (found for found in self._present() if found[0] not in self._left_alone)
+
+    def is_written(self, place: BufferSlot) -> bool:
+        """Tell whether a large buffer has been seen to change."""
+        return place in self._written
+
+    def note_written(self, place: BufferSlot) -> None:
+        """Remember that a large buffer changes."""
+        self._written.add(place)
+
     def check(self, kept: Kept) -> None:
         """Make sure that the buffers without a copy are what they were before the forward.
 

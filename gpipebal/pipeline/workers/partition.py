@@ -32,6 +32,7 @@ from gpipebal.pipeline.layers.buffers import Buffers, BufferSlot, Kept
 from gpipebal.pipeline.layers.cached_weights import forget_cached_weights
 from gpipebal.pipeline.layers.modules import Modules
 from gpipebal.pipeline.layers.recomputed import Recomputed
+from gpipebal.pipeline.layers.returned import ReturnedBuffers
 from gpipebal.pipeline.process.caller import CallerState
 from gpipebal.pipeline.randomness.randomness import OwnRandomness
 from gpipebal.pipeline.values.microbatch import (
@@ -151,6 +152,7 @@ class Partition:
     def __post_init__(self) -> None:
         self.modules = Modules(self.layers)
         self.buffers = Buffers(list(self.modules), self.foreign_buffers)
+        self._returned = ReturnedBuffers(self.buffers)
         self._skips = any(map(is_skippable, self.modules))
 
     def give_up(self) -> None:
@@ -193,6 +195,7 @@ class Partition:
             look = True
         record = run.state.grad_enabled and (not checkpointed or look)
         kept = self.buffers.keep() if checkpointed else None
+        counts = self._returned.counts()
         with run.state.entered(grad=record):
             leaves = packet.as_leaves(grad=record)
             written = _perhaps_written(leaves, facts) if protect else ()
@@ -203,6 +206,7 @@ class Partition:
                     note_no_graph(error)
                 raise
             outputs = copied(outputs, facts.written_outputs)
+            outputs = self._returned.send(outputs, counts, run.state)
         needs = which_need_gradient(outputs)
         if look:
             if tuple(needs) != facts.outputs_need_gradient:
@@ -235,7 +239,7 @@ class Partition:
             outputs, structure = flatten(self._run_layers(unflatten(inputs, packet.structure), run))
             # The next micro-batch writes to them while other partitions still read.
             written_outputs = tuple(self.buffers.find_written(outputs, counts))
-            outputs = copied(outputs, written_outputs)
+            outputs = self._returned.send(copied(outputs, written_outputs), counts, run.state)
         needs = which_need_gradient(outputs)
         changed = self.buffers.look(before)
         written_inputs = frozenset(
