@@ -97,6 +97,32 @@ def test_a_shared_tensor_that_is_handed_on_is_not_harmed(balance: list[int], con
             assert shared.item() == 0.0
 
 
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("balance", [[3], [1, 2]])
+def test_a_shared_tensor_that_is_written_to_in_some_calls_only(
+    balance: list[int], context: Any
+) -> None:
+    """No micro-batch may see what another has written: refused once, and then looked at again."""
+
+    class Add(nn.Module):
+        def forward(self, given: tuple[Tensor, Tensor, int]) -> Tensor:
+            x, table, times = given
+            for _ in range(times):
+                table.mul_(2)
+            return x + table
+
+    model = nn.Sequential(nn.Identity(), Add(), nn.Identity())
+    pipe = GPipe(model, balance, chunks=4, in_dims=(0, None, None), checkpoint="never")
+    x = torch.zeros(4, 2)
+    with context():
+        assert pipe((x, torch.ones(2), 0)).unique().tolist() == [1.0]
+        if context is not torch.inference_mode:  # there they count no writes, and are copied
+            with pytest.raises(ModelError, match="was written to, perhaps one that other"):
+                pipe((x, torch.ones(2), 1))
+        for times in (1, 0):
+            assert pipe((x, torch.ones(2), times)).unique().tolist() == [2.0**times]
+
+
 def test_outputs_without_rows_are_stacked() -> None:
     """With out_dims=None each micro-batch's tensor stays, and its gradient finds its way back."""
 

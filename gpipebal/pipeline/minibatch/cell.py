@@ -51,7 +51,8 @@ class Cell:
         micro_batch: Which micro-batch it is.
         seed: Seed of the mini-batch's random numbers.
         grad: Whether a backward can follow.
-        protect: Whether its input must stay as it is even without a backward.
+        protect: Whether its input must stay as it is even without a backward: other micro-batches
+            may have a part of it.
         checkpointed: Whether it is recomputed in the backward; only with `grad`.
 
     Attributes:
@@ -76,6 +77,7 @@ class Cell:
         "_retains",
         "_roots",
         "_seed",
+        "_shares",
         "_states",
         "_tail",
         "_versions",
@@ -100,6 +102,7 @@ class Cell:
         self._seed = seed
         self._grad = grad
         self._protect = grad or protect
+        self._shares = protect
         self.checkpointed = checkpointed
         self._n_inputs = 0
         self._kind: Any = None
@@ -137,7 +140,8 @@ class Cell:
         loss = None if tail is None else tail.kind
         self._kind = kind_of(self._mode, packet, state, protect=self._protect, loss=loss)
         # Before the layers run: one may write to its input although the facts say that none does.
-        versions = [*map(version_of, packet.leaves)] if self.checkpointed else []
+        count = self.checkpointed or self._shares
+        versions = [*map(version_of, packet.leaves)] if count else []
         states: States | None = [] if self.checkpointed else None
         writes = ParameterWrites(self._partition.modules) if self.checkpointed else None
         randomness = OwnRandomness(self._seed, self._micro_batch, states)
@@ -151,6 +155,14 @@ class Cell:
                 look=self.checkpointed and self._needs_graph(tail),
             )
         self._partition.check_writes(self._kind, packet)
+        if self._shares and [*map(version_of, packet.leaves)] != versions:
+            raise ModelError(
+                f"an input of partition {self._partition.index} was written to, perhaps one that "
+                "other micro-batches read too, and was not when this kind of micro-batch was first "
+                "seen.\n"
+                "Fix: let the layer that writes to it work on a clone(), or write always or never; "
+                "then run the mini-batch again, with the values that it had before."
+            )
         if writes is not None and any(result.needs_gradient):
             writes.end_forward()
             self._input = _with_copies(packet)
