@@ -1,4 +1,4 @@
-"""Tensors that layers keep as attributes, in addition to their parameters and buffers."""
+"""Tensors and modules that layers keep as attributes, in addition to what they have registered."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["MOST_INSIDE", "attributes_of", "inside_of", "tensors_in"]
+__all__ = ["MOST_INSIDE", "attributes_of", "inside_of", "tensors_in", "unregistered_in"]
 
 #: How deep values inside values are looked at; how many a container may have to be looked into; and
 #: how many containers and objects are looked into in all.
@@ -18,6 +18,8 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _ROWS = (list, tuple, set, frozenset, deque)
 _OF_OTHERS = (nn.Module, type, *_FUNCTIONS, types.ModuleType)
 _REGISTERED = ("_parameters", "_buffers", "_modules")
+#: Attributes that every module has: what is registered, hooks and switches.
+_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def inside_of(value: Any) -> Sequence[Any]:
@@ -73,3 +75,32 @@ def attributes_of(layer: nn.Module) -> Iterator[Tensor]:
         for name, value in vars(module).items():
             if name not in _REGISTERED:
                 yield from tensors_in(value)
+
+
+def unregistered_in(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """List the modules that layers keep in containers or objects, where torch does not find them.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> layer.norms = [nn.BatchNorm1d(2)]
+        >>> unregistered_in([layer])
+        [BatchNorm1d(2, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)]
+    """
+    registered = dict.fromkeys(module for layer in layers for module in layer.modules())
+    found: dict[nn.Module, None] = {}
+    seen: set[int] = set()
+    waiting = [(value, _DEPTH) for module in registered for value in _own_values(module)]
+    while waiting:
+        value, depth = waiting.pop()
+        if issubclass(type(value), nn.Module):
+            new = [one for one in value.modules() if one not in registered and one not in found]
+            found.update(dict.fromkeys(new))
+            waiting += [(each, _DEPTH) for module in new for each in _own_values(module)]
+        elif depth and id(value) not in seen and len(seen) < _MOST:
+            seen.add(id(value))
+            waiting += [(each, depth - 1) for each in inside_of(value)]
+    return list(found)
+
+
+def _own_values(module: nn.Module) -> list[Any]:
+    return [value for name, value in vars(module).items() if name not in _OF_MODULES]

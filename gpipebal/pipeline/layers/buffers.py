@@ -25,7 +25,14 @@ from gpipebal.errors import ModelError
 from gpipebal.pipeline.layers.batchnorm import copy_before
 from gpipebal.pipeline.layers.cached_weights import forget_cached_weights
 from gpipebal.pipeline.layers.modules import Modules
-from gpipebal.pipeline.values.tensors import are_equal, bytes_of, copy_of, parts_of, version_of
+from gpipebal.pipeline.values.tensors import (
+    are_equal,
+    bytes_of,
+    copy_of,
+    is_shared,
+    parts_of,
+    version_of,
+)
 
 __all__ = ["BufferSlot", "Buffers", "BuffersOfRun", "Copies", "Kept", "is_always_copied"]
 
@@ -113,6 +120,8 @@ class Buffers:
         self._written: set[BufferSlot] = set()
         # The modules' own buffers, while a recompute sees copies in their places.
         self._lent: dict[BufferSlot, Any] = {}
+        # How often each of them had been written to by then, if a copy is in its place.
+        self._unseen: list[tuple[BufferSlot, Tensor, int | None]] = []
 
     def keep(self) -> Kept:
         """Keep what a recompute will need; called before its forward."""
@@ -264,11 +273,32 @@ class Buffers:
         finally:
             self.give_back()
 
+    def check_own(self) -> None:
+        """Make sure that the recompute which has ended wrote to the copies, and to nothing else.
+
+        Raises:
+            ModelError: it has written to a module's own buffer.
+        """
+        unseen, self._unseen = self._unseen, []
+        for (module, name), own, version in unseen:
+            # Parts of one tensor have one count, and another partition may have the others.
+            if version_of(own) != version and not (own._is_view() and is_shared(own)):
+                raise ModelError(
+                    f"a recompute has written to buffer {name!r} of a {type(module).__name__} by "
+                    "another way than the module's attribute, in which it had a copy: so it has "
+                    "been written to twice for one micro-batch.\n"
+                    f"Fix: let layers read it as self.{name} whenever they use it, and keep it in "
+                    "no other object; or checkpoint='never'."
+                )
+
     def _lend(self, kept: Kept) -> None:
         copied = _Copied()
+        self._unseen = []
         for (module, name), copy in kept.copies.items():
             own = _buffer_of(module, name)
             self._lent[module, name] = own
+            if isinstance(own, Tensor) and not (is_lazy(own) or (module, name) in self._left_alone):
+                self._unseen.append(((module, name), own, version_of(own)))
             if copy is None and isinstance(own, Tensor) and not is_lazy(own):
                 copy = copied.of(own)  # it has the first values, which must not be changed
             module._buffers[name] = copy

@@ -396,3 +396,4 @@ class _Again(AbstractContextManager[None]):
         # A checkpoint stops its recompute, by an error of its own, once it has what it needs.
         if (kind := exception[0]) is None or kind.__module__ == checkpoint.__module__:
             self.writes.check(recomputed=True)
+            self._buffers.check_own()

@@ -245,6 +245,7 @@ class _Repeatable:
             writes.check()
             with self._buffers.replaced(kept):
                 yield
+            self._buffers.check_own()
             writes.check(recomputed=True)
         elif is_checkpointing():
             kept, writes = self._buffers.keep(), ParameterWrites(self._buffers.modules)

@@ -130,6 +130,7 @@ class Partition:
             partition's input is the list of the value and what they bring.
         outgoing: Skip connections that go out to other partitions, likewise.
         foreign_buffers: Buffers that layers of other partitions have too.
+        unregistered: Modules that its layers, and no others, have in lists or objects.
         running: Index, in the partition, of the layer that runs or ran last; their number means the
             loss.
         is_given_up: Whether its worker hangs and has been given up: it must start no other layer.
@@ -145,13 +146,14 @@ class Partition:
     incoming: Sequence[Route] = ()
     outgoing: Sequence[Route] = ()
     foreign_buffers: frozenset[BufferSlot] = frozenset()
+    unregistered: Sequence[nn.Module] = ()
     running: int = 0
     is_given_up: bool = False
     _facts: dict[Hashable, Facts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.modules = Modules(self.layers)
-        self.buffers = Buffers(list(self.modules), self.foreign_buffers)
+        self.buffers = Buffers([*self.modules, *self.unregistered], self.foreign_buffers)
         self._returned = ReturnedBuffers(self.buffers)
         self._skips = any(map(is_skippable, self.modules))
 
@@ -292,6 +294,7 @@ class Partition:
         self.buffers.check(kept)
         with run.state.entered(grad=True), self.buffers.replaced(kept):
             outputs, _ = flatten(self._run_on(leaves, written, packet, run))
+        self.buffers.check_own()
         needs = which_need_gradient(outputs)
         # An output that was promised needlessly gets a gradient that goes nowhere.
         more = [need and not promise for need, promise in zip(needs, promised, strict=False)]

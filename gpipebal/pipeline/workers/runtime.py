@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gpipebal.errors import DuplicateLayerError
+from gpipebal.pipeline.layers.attributes import unregistered_in
 from gpipebal.pipeline.layers.batchnorm import DeferredBatchNorm
 from gpipebal.pipeline.layers.collectives import find_talkers
 from gpipebal.pipeline.layers.recomputed import Recomputed
@@ -141,6 +143,7 @@ def _partitions(
     for layer in chain:
         if isinstance(layer, Recomputed):
             layer.keep_off(shared)
+    unregistered = _unregistered(chain, balance)
     partitions = []
     first = 0
     for j, (size, device) in enumerate(zip(balance, devices, strict=True)):
@@ -161,10 +164,23 @@ def _partitions(
                     for name, buffer in module._buffers.items()
                     if buffer is not None and id(buffer) in shared
                 ),
+                unregistered[j],
             )
         )
         first = end
     return partitions
+
+
+def _unregistered(chain: Sequence[nn.Module], balance: Sequence[int]) -> list[list[nn.Module]]:
+    """List, by partition, the modules that its layers and no others have in lists or objects."""
+    found = []
+    first = 0
+    for size in balance:
+        found.append(unregistered_in(chain[first : first + size]))
+        first += size
+    times = Counter(module for of_partition in found for module in of_partition)
+    times.update({module for layer in chain for module in layer.modules()})
+    return [[module for module in modules if times[module] == 1] for modules in found]
 
 
 def check_shared(
