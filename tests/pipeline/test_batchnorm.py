@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from gpipebal.compat.torchgpipe.batchnorm import DeferredBatchNorm as CompatBatchNorm
 from gpipebal.models.resnet import resnet
@@ -288,3 +289,82 @@ def test_a_recompute_reads_the_statistics_that_its_forward_read(
             pipe(5 * torch.randn(8, 4)).square().sum().backward()
         found.append([parameter.grad for parameter in pipe.parameters()])
     torch.testing.assert_close(found[1], found[0])
+
+
+class Caching(nn.Module):
+    """Leaves its cache out when it is pickled, and batch normalisations too."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.cache = norm, dict[str, int]()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "cache"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache["calls"] = self.cache.get("calls", 0) + 1
+        y: Tensor = self.norm(x)
+        return y
+
+
+class CachingNorm(nn.BatchNorm1d):
+    """Leaves its cache out when it is pickled."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.cache = {"calls": 0}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "cache"}
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.cache["calls"] += 1
+        return super().forward(input)
+
+
+class NormedConv(nn.Conv1d):
+    """Normalises what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3, 1)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, input: Tensor) -> Tensor:
+        y: Tensor = self.norm(super().forward(input))
+        return y
+
+
+class OwnChain(nn.Sequential):
+    """A chain that refuses to be pickled."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise RuntimeError("not to be pickled")
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [Caching(nn.BatchNorm1d(3)), CachingNorm(), weight_norm(NormedConv())],
+    ids=["module", "norm", "parametrized"],
+)
+def test_classes_with_their_own_way_to_be_pickled(layer: nn.Module) -> None:
+    """What is converted keeps all attributes, whatever a pickle would have."""
+    converted = convert_deferred_batch_norm(layer)
+    assert vars(converted).keys() == vars(layer).keys()
+    assert any(isinstance(one, DeferredBatchNorm) for one in converted.modules())
+    assert not any(isinstance(one, DeferredBatchNorm) for one in layer.modules())
+    pipe = GPipe(OwnChain(layer, nn.Flatten()), [1, 1], chunks=2, deferred_batch_norm=True)
+    pipe(torch.randn(4, 3, 2)).square().sum().backward()
+    assert any(
+        int(one.num_batches_tracked) == 1
+        for one in pipe.modules()
+        if isinstance(one, DeferredBatchNorm) and one.num_batches_tracked is not None
+    )
+
+
+def test_runs_in_a_chain_with_its_own_way_to_be_pickled() -> None:
+    """The chain that is returned has the class and the attributes of the other."""
+    model = OwnChain(nn.Linear(3, 3), nn.Tanh())
+    model.note = "kept"  # type: ignore[assignment]
+    again = with_recompute(model, [[1]])
+    assert isinstance(again, OwnChain) and again.note == "kept"
+    assert again[0] is model[0] and again[1] is not model[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import types
 import warnings
@@ -15,6 +14,7 @@ from torch import nn
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.layers.batchnorm import DeferredBatchNorm, blank_deferred
+from gpipebal.pipeline.layers.modules import own_state, shallow_copy
 from gpipebal.pipeline.layers.recomputed import Recomputed
 
 __all__ = ["check_own_forward", "convert_deferred_batch_norm"]
@@ -94,7 +94,7 @@ def _converted(module: nn.Module, memo: dict[nn.Module, nn.Module]) -> nn.Module
     if isinstance(module, _PLAIN):
         check_own_forward(module)
         deferred = blank_deferred(DeferredBatchNorm, type(module))
-        deferred.__dict__.update(module.__getstate__())  # without the compiled call of the original
+        deferred.__dict__.update(own_state(module))
         return deferred
     if isinstance(module, nn.SyncBatchNorm):
         warnings.warn(
@@ -118,9 +118,7 @@ def _converted(module: nn.Module, memo: dict[nn.Module, nn.Module]) -> nn.Module
         return module
     check_own_forward(module)
     _check_other_ways(module, memo)
-    converted = copy.copy(module)
-    modules: dict[str, Any] = {**module._modules, **children}
-    converted.__dict__["_modules"] = modules
+    converted: nn.Module = shallow_copy(module, {**module._modules, **children})
     return converted
 
 

@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["Modules", "WriteCounts"]
+__all__ = ["Modules", "WriteCounts", "own_state", "shallow_copy"]
 
 #: Layers that compute otherwise in evaluation mode where no graph is recorded.
 _ATTENTION = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+def shallow_copy(module: nn.Module, children: Mapping[str, nn.Module | None]) -> Any:
+    """Return a module that shares everything with another one but its children.
+
+    What the class does when it is pickled is not asked: it may refuse, or leave attributes out.
+
+    Args:
+        module: The module.
+        children: The children of the copy.
+
+    Example:
+        >>> model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
+        >>> other = shallow_copy(model, {**model._modules, "0": nn.Tanh()})
+        >>> type(other[0]).__name__, type(model[0]).__name__, other[1] is model[1]
+        ('Tanh', 'ReLU', True)
+    """
+    kind = type(module)
+    found = kind.__new__(kind)
+    found.__dict__.update(own_state(module), _modules=dict(children))
+    return found
+
+
+def own_state(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module, without its compiled call, which would run it."""
+    return {name: one for name, one in vars(module).items() if name != "_compiled_call_impl"}
 
 
 class WriteCounts(NamedTuple):

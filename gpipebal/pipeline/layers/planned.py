@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import BalanceError
 from gpipebal.pipeline.layers.chain import layers_of, name_at
 from gpipebal.pipeline.layers.deferral import convert_deferred_batch_norm
+from gpipebal.pipeline.layers.modules import shallow_copy
 from gpipebal.pipeline.layers.own import warn_of_lazy_norms
 from gpipebal.pipeline.layers.recomputed import Recomputed, with_recompute
 from gpipebal.plan import Plan
@@ -85,8 +85,7 @@ def with_runs_of(plan: Plan, module: nn.Module, deferred: bool = False) -> nn.Mo
         memo: dict[nn.Module, nn.Module] = {}
         for name, layer in layers.items():
             layers[name] = convert_deferred_batch_norm(layer, memo)
-        module = copy.copy(module)
-        module.__dict__["_modules"] = layers
+        module = shallow_copy(module, layers)
     if own:
         return module
     assert isinstance(module, nn.Sequential)

@@ -14,7 +14,6 @@ in them, and `is_recomputing` is true in its layers.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -28,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from gpipebal.argument_kinds import check_list, whole_number
 from gpipebal.errors import BalanceError, ModelError
 from gpipebal.pipeline.layers.buffers import BuffersOfRun
-from gpipebal.pipeline.layers.modules import Modules
+from gpipebal.pipeline.layers.modules import Modules, shallow_copy
 from gpipebal.pipeline.layers.proxy import Proxy
 from gpipebal.pipeline.layers.written import ParameterWrites
 from gpipebal.pipeline.process.checkpoint import is_checkpointing, is_recomputing, phase
@@ -92,8 +91,7 @@ def with_recompute(module: nn.Sequential, runs: Iterable[Sequence[int | str]]) -
             _check_no_skips(name, layer)
             changed[name] = Recomputed(layer, () if k else inside)
     # With the module's own hooks, if it has any.
-    found = copy.copy(module)
-    found.__dict__["_modules"] = changed
+    found: nn.Sequential = shallow_copy(module, changed)
     return found
 
 
