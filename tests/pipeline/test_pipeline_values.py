@@ -154,6 +154,66 @@ def test_objects_without_tensors_are_let_through() -> None:
     assert Counted.looked <= 1000
 
 
+class Mark(nn.Module):
+    """Sets an attribute of a tensor."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        setattr(y, self.name, 10.0)
+        return y
+
+
+class UseMark(nn.Module):
+    """Uses it, if there is one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * getattr(x, "scale", 1.0)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_attributes_of_tensors_are_refused_where_they_would_be_lost(checkpoint: Any) -> None:
+    """Inside a partition the next layer finds them; at a cut, in or out, no one would."""
+    model, x = nn.Sequential(nn.Linear(2, 2), Mark("scale"), UseMark()), torch.ones(4, 2)
+    pipe = GPipe(model, [3], chunks=2, checkpoint=checkpoint)
+    torch.testing.assert_close(pipe(x), model(x))
+    match = "output of partition 0 has a tensor with attributes that would be lost: scale"
+    for layers, balance in ((model, [2, 1]), (model[:2], [2])):
+        with pytest.raises(ModelError, match=match):
+            GPipe(layers, balance, chunks=2, checkpoint=checkpoint)(x)
+    x.scale, x._scale = 3.0, 3.0  # type: ignore[attr-defined]
+    with pytest.raises(ModelError, match=r"the input has a tensor with attributes .*: scale \("):
+        pipe(x)
+    with pytest.raises(ModelError, match="the target has a tensor with attributes"):
+        pipe.step(torch.ones(4, 2), target=x, loss_fn=nn.functional.mse_loss)
+    del x.scale  # type: ignore[attr-defined]
+    assert pipe(x).shape == (4, 2)
+
+
+def test_attributes_that_torch_sets_are_let_through() -> None:
+    """They tell what a tensor is, or how it is compiled; those of a parameter are its own."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.row, self.weight = nn.Buffer(torch.ones(2)), nn.Parameter(torch.ones(2))
+            self.weight.group = "slow"  # type: ignore[attr-defined]
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return x, self.row, self.weight
+
+    add = Apply(lambda given: given[0] + given[1] + given[2])
+    pipe = GPipe(nn.Sequential(Both(), add), [1, 1], chunks=2)
+    x = torch.zeros(4, 2)
+    torch._dynamo.mark_dynamic(x, 0)  # type: ignore[attr-defined, no-untyped-call]
+    assert pipe(x).unique().tolist() == [2.0]
+    marked = GPipe(nn.Sequential(Mark("_scale"), nn.Linear(2, 2)), [1, 1], chunks=2)
+    assert marked(x).shape == (4, 2)
+
+
 def test_tangents_are_refused() -> None:
     """Forward-mode differentiation would lose its tangents at the cuts: an error instead."""
     pipe = GPipe(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), [1, 1], chunks=2)

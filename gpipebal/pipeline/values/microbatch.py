@@ -279,9 +279,14 @@ def _holds_tensor(value: Any, depth: int, left: list[int]) -> bool:
 def check_nothing_hidden(leaves: Sequence[Any], where: str) -> None:
     """Refuse objects with tensors in them: these would not be divided, moved or differentiated.
 
+    Tensors with attributes of their own are refused too: parts and copies do not have those.
+
     Raises:
         ModelError: there is one.
     """
+    for leaf in leaves:
+        if type(leaf) is Tensor and leaf.__dict__:
+            _check_no_attributes(leaf, where)
     hidden = find_hidden_tensor(leaves)
     if hidden is not None:
         kind, way = hidden
@@ -295,6 +300,19 @@ def check_nothing_hidden(leaves: Sequence[Any], where: str) -> None:
             f"{kind.__name__} (expected tensors in tuples, lists, dicts or named tuples, and not "
             "in other classes, or subclasses of these).\n"
             f"Fix: {fix}."
+        )
+
+
+def _check_no_attributes(tensor: Tensor, where: str) -> None:
+    """Refuse attributes that a program has set on a plain tensor; torch's begin with ``_``."""
+    attributes = vars(tensor)
+    own = [name for name in attributes if not name.startswith("_")]
+    if own and "_is_buffer" not in attributes:  # an `nn.Buffer` knows whether it is persistent
+        raise ModelError(
+            f"{where} has a tensor with attributes that would be lost: {', '.join(own)} (expected "
+            "none, because the tensor is divided, or goes on as another object).\n"
+            "Fix: pass their values beside the tensor: in a tuple or a dict, as a skip connection, "
+            "or as keyword arguments of the pipeline."
         )
 
 
