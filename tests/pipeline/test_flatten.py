@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +94,13 @@ class Scaled(nn.Sequential):
         self.register_parameter("scale", nn.Parameter(torch.ones(1)))
 
 
+class Reversed(nn.Sequential):
+    """Runs its layers in another order."""
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return reversed([*self._modules.values()])  # type: ignore[arg-type]
+
+
 class Counted(nn.Sequential):
     """Has a buffer of its own."""
 
@@ -125,11 +134,12 @@ def _compiled() -> nn.Sequential:
         Doubled(nn.Linear(3, 3), nn.Tanh()),
         Scaled(nn.Linear(3, 3), nn.Tanh()),
         Counted(nn.Linear(3, 3), nn.Tanh()),
+        Reversed(nn.Linear(3, 3), nn.Tanh()),
         _hooked(),
         _patched(),
         _compiled(),
     ],
-    ids=["forward", "parameter", "buffer", "hook", "patched", "compiled"],
+    ids=["forward", "parameter", "buffer", "order", "hook", "patched", "compiled"],
 )
 def test_what_does_more_than_run_its_layers_stays_closed(layer: nn.Sequential) -> None:
     """Opened, it would not compute the same, or its parameter would not be trained."""
@@ -196,6 +206,14 @@ def test_other_modules_are_refused() -> None:
         gb.GPipe(_patched(), [2])
     with pytest.raises(ModelError, match="pipeline already"):
         gb.flatten(gb.GPipe(nn.Sequential(nn.Tanh()), [1]))
+
+
+@pytest.mark.parametrize("use", [gb.flatten, lambda model: gb.GPipe(model, [1, 1])])
+def test_a_chain_with_an_order_of_its_own_is_refused(use: Any) -> None:
+    """`nn.Sequential` runs what it iterates over, and a pipeline what it has."""
+    model = Reversed(nn.Linear(1, 1), nn.ReLU())
+    with pytest.raises(ModelError, match=r"module has a __iter__ of its own: Reversed\.__iter__"):
+        use(model)
 
 
 def test_profiles_tell_of_layers_that_could_be_opened() -> None:

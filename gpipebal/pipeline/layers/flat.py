@@ -21,9 +21,9 @@ def flatten(module: nn.Module) -> nn.Sequential:
     """Open nested Sequentials, so that the chain can be cut between the layers inside them.
 
     A child that is an `nn.Sequential`, however deep, is replaced by its layers, in their order. One
-    that does more than run them stays as it is: if it has a forward of its own (or a ``train``, or
-    its own way to save them), hooks, parameters or buffers, or is compiled. So the result computes
-    what `module` does.
+    that does more than run them stays as it is: if it has a forward of its own (or an order, a
+    ``train``, its own way to save them), hooks, parameters or buffers, or is compiled. So the
+    result computes what `module` does.
 
     Args:
         module: An `nn.Sequential`; it is left as it is.

@@ -28,7 +28,7 @@ _HOOKS = {
 }
 
 #: Methods that subclasses of `nn.Sequential` override to go another way through their layers.
-_WAYS = ("forward", "__call__")
+_WAYS = ("forward", "__call__", "__iter__")
 
 #: And those that they override to set, save or load their layers otherwise.
 _METHODS = (
