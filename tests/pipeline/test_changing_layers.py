@@ -514,6 +514,38 @@ def test_replaced_layers_are_used() -> None:
         pipe.more = nn.Linear(3, 3)
 
 
+class Times(nn.Module):
+    """Multiplies by a parameter; all of its kind are equal."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(factor))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Times)
+
+    def __hash__(self) -> int:
+        return 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def test_equal_layers_are_not_the_same() -> None:
+    """A class may say what equal means; a pipeline runs the layers that it has."""
+    inside = nn.Sequential(Times(2.0))
+    pipe = GPipe(nn.Sequential(Times(3.0), inside, Times(4.0)), [1, 2], chunks=2)
+    inputs = torch.ones(2, 1)
+    pipe(inputs).sum().backward()
+    assert pipe[2].factor.grad is not None  # type: ignore[union-attr]
+    assert pipe(inputs).unique().tolist() == [24.0]
+    pipe[0] = Times(5.0)
+    assert pipe(inputs).unique().tolist() == [40.0]
+    inside[0] = Times(1.0)
+    assert pipe(inputs).unique().tolist() == [20.0]
+    assert len(pipe._runtime.partitions[1].modules.parameters()) == 2  # type: ignore[union-attr]
+
+
 #: Ways to change which modules an `nn.Module` or an `nn.Sequential` has, and what is said of them.
 CHANGES: dict[str, Callable[[Any], object]] = {
     "pipe[0]=None": lambda pipe: setattr(pipe, "first", None),

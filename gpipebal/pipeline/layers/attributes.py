@@ -82,24 +82,25 @@ def unregistered_in(layers: Sequence[nn.Module]) -> list[nn.Module]:
 
     Example:
         >>> layer = nn.Linear(2, 2)
-        >>> layer.norms = [nn.BatchNorm1d(2)]
+        >>> layer.kept = [nn.Tanh()]
         >>> unregistered_in([layer])
-        [BatchNorm1d(2, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)]
+        [Tanh()]
     """
-    registered = dict.fromkeys(module for layer in layers for module in layer.modules())
-    found: dict[nn.Module, None] = {}
+    registered = {id(module): module for layer in layers for module in layer.modules()}
+    found: dict[int, nn.Module] = {}
     seen: set[int] = set()
-    waiting = [(value, _DEPTH) for module in registered for value in _own_values(module)]
+    waiting = [(value, _DEPTH) for one in registered.values() for value in _own_values(one)]
     while waiting:
         value, depth = waiting.pop()
         if issubclass(type(value), nn.Module):
-            new = [one for one in value.modules() if one not in registered and one not in found]
-            found.update(dict.fromkeys(new))
-            waiting += [(each, _DEPTH) for module in new for each in _own_values(module)]
+            inside = {id(one): one for one in value.modules() if id(one) not in registered}
+            new = [one for key, one in inside.items() if key not in found]
+            found.update(inside)
+            waiting += [(each, _DEPTH) for one in new for each in _own_values(one)]
         elif depth and id(value) not in seen and len(seen) < _MOST:
             seen.add(id(value))
             waiting += [(each, depth - 1) for each in inside_of(value)]
-    return list(found)
+    return list(found.values())
 
 
 def _own_values(module: nn.Module) -> list[Any]:

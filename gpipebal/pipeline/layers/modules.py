@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["Modules", "WriteCounts", "own_state", "shallow_copy"]
+__all__ = ["Modules", "WriteCounts", "are_same", "own_state", "shallow_copy"]
 
 #: Layers that compute otherwise in evaluation mode where no graph is recorded.
 _ATTENTION = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
@@ -36,6 +37,11 @@ def shallow_copy(module: nn.Module, children: Mapping[str, nn.Module | None]) ->
     found = kind.__new__(kind)
     found.__dict__.update(own_state(module), _modules=dict(children))
     return found
+
+
+def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Tell whether two lists have the same objects, whatever these say of being equal."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def own_state(module: nn.Module) -> dict[str, Any]:
@@ -92,8 +98,9 @@ class Modules:
     def __init__(self, layers: Sequence[nn.Module], others: Set[int] = frozenset()) -> None:
         self.copies = WeakValueDictionary[int, Tensor]()
         self._others = others
-        found = dict.fromkeys(module for layer in layers for module in layer.modules())
-        self._modules = [module for module in found if id(module) not in others]
+        # Two that are equal are not one: a class may say what equal means.
+        found = {id(module): module for layer in layers for module in layer.modules()}
+        self._modules = [module for key, module in found.items() if key not in others]
         # Views of the modules' dictionaries, which show later changes: every step reads them.
         self._child_views = [module._modules.values() for module in self._modules]
         self._parameter_views = [module._parameters.values() for module in self._modules]
@@ -162,7 +169,7 @@ class Modules:
 
     def are_as_made(self) -> bool:
         """Tell whether all modules inside the layers are the ones that were there at first."""
-        return self._nested() == self._children
+        return are_same(self._nested(), self._children)
 
     def leaf_ids(self) -> list[int]:
         """Name the parameter in each place that can have one, and buffers that take gradients."""

@@ -17,6 +17,7 @@ from gpipebal.errors import DuplicateLayerError
 from gpipebal.pipeline.layers.attributes import unregistered_in
 from gpipebal.pipeline.layers.batchnorm import DeferredBatchNorm
 from gpipebal.pipeline.layers.collectives import find_talkers
+from gpipebal.pipeline.layers.modules import are_same
 from gpipebal.pipeline.layers.recomputed import Recomputed
 from gpipebal.pipeline.randomness.random_ops import prepare
 from gpipebal.pipeline.values.lane import make_lane
@@ -89,7 +90,7 @@ class Runtime:
             and not self.pool.is_given_up
             and not self.pool.is_closed
             # No layer was replaced since, nor a module inside one.
-            and self._layers == list(layers)
+            and are_same(self._layers, list(layers))
             and all([partition.modules.are_as_made() for partition in self.partitions])
             # No skip goes another way.
             and self._namespaces == self._find_namespaces()
@@ -178,9 +179,9 @@ def _unregistered(chain: Sequence[nn.Module], balance: Sequence[int]) -> list[li
     for size in balance:
         found.append(unregistered_in(chain[first : first + size]))
         first += size
-    times = Counter(module for of_partition in found for module in of_partition)
-    times.update({module for layer in chain for module in layer.modules()})
-    return [[module for module in modules if times[module] == 1] for modules in found]
+    times = Counter(id(module) for of_partition in found for module in of_partition)
+    times.update({id(module) for layer in chain for module in layer.modules()})
+    return [[module for module in modules if times[id(module)] == 1] for modules in found]
 
 
 def check_shared(
