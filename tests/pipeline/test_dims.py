@@ -123,6 +123,45 @@ def test_a_shared_tensor_that_is_written_to_in_some_calls_only(
             assert pipe((x, torch.ones(2), times)).unique().tolist() == [2.0**times]
 
 
+@MODES
+def test_parts_with_gaps_are_named_where_a_view_fails(checkpoint: Any) -> None:
+    """A part along dim 1 has gaps, which the mini-batch has not."""
+
+    class Flat(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.view(-1, x.shape[2])
+
+    class Own(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.transpose(0, 1).view(-1)
+
+    pipe = GPipe(
+        nn.Sequential(Flat(), nn.Identity()), [1, 1], chunks=2, checkpoint=checkpoint, in_dims=1
+    )
+    with pytest.raises(RuntimeError, match="view size is not compatible") as caught:
+        pipe(torch.ones(3, 4, 5))
+    assert any("reshape() instead of view()" in note for note in caught.value.__notes__)
+    # Where a layer makes the gaps itself, the parts have nothing to do with it.
+    pipe = GPipe(nn.Sequential(Own(), nn.Identity()), [1, 1], chunks=2, checkpoint=checkpoint)
+    with pytest.raises(RuntimeError, match="view size is not compatible") as caught:
+        pipe(torch.ones(3, 4))
+    assert not any("instead of view()" in note for note in caught.value.__notes__)
+
+
+def test_under_no_grad_outputs_need_no_gradient() -> None:
+    """Whatever a layer does inside: the cells are gone when the call returns."""
+
+    class Energy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                return x.detach().requires_grad_().square()
+
+    model = nn.Sequential(nn.Identity(), Energy())
+    with torch.no_grad():
+        assert model(torch.ones(2)).requires_grad
+        assert not GPipe(model, [1, 1], chunks=2)(torch.ones(2)).requires_grad
+
+
 def test_outputs_without_rows_are_stacked() -> None:
     """With out_dims=None each micro-batch's tensor stays, and its gradient finds its way back."""
 

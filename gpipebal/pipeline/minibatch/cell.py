@@ -36,6 +36,7 @@ from gpipebal.pipeline.values.microbatch import (
     find_overlaps,
 )
 from gpipebal.pipeline.values.tensors import has_storage, version_of
+from gpipebal.pipeline.workers.blame import note_gaps
 from gpipebal.pipeline.workers.facts import kind_of
 from gpipebal.pipeline.workers.partition import Partition, Pass, Tail
 
@@ -146,14 +147,19 @@ class Cell:
         writes = ParameterWrites(self._partition.modules) if self.checkpointed else None
         randomness = OwnRandomness(self._seed, self._micro_batch, states)
         marks: list[int] = []
-        with phase(checkpointing=self.checkpointed):
-            result = self._partition.forward(
-                packet,
-                Pass(self._kind, state, randomness, tail, marks),
-                checkpointed=self.checkpointed,
-                protect=self._protect,
-                look=self.checkpointed and self._needs_graph(tail),
-            )
+        try:
+            with phase(checkpointing=self.checkpointed):
+                result = self._partition.forward(
+                    packet,
+                    Pass(self._kind, state, randomness, tail, marks),
+                    checkpointed=self.checkpointed,
+                    protect=self._protect,
+                    look=self.checkpointed and self._needs_graph(tail),
+                )
+        except RuntimeError as error:
+            if not self._partition.index:
+                note_gaps(error, packet.leaves)
+            raise
         self._partition.check_writes(self._kind, packet)
         if self._shares and [*map(version_of, packet.leaves)] != versions:
             raise ModelError(

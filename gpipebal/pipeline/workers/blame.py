@@ -14,9 +14,11 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
+from torch import Tensor
+
 from gpipebal.pipeline.process import engine_state
 
-__all__ = ["failed_layers", "next_node", "note_no_graph"]
+__all__ = ["failed_layers", "next_node", "note_gaps", "note_no_graph"]
 
 #: Nodes that accumulate a gradient have this number, and no place in the order.
 _LAST = 2**64 - 1
@@ -36,6 +38,18 @@ def note_no_graph(error: RuntimeError) -> None:
                 "that differentiates by its own input do so by x.detach().requires_grad_(), under "
                 "torch.enable_grad(); and one that hooks or keeps a gradient of its own do so if "
                 "torch.is_grad_enabled(); or checkpoint='never'.)"
+            )
+
+
+def note_gaps(error: RuntimeError, leaves: Sequence[Any]) -> None:
+    """Note in an error of `Tensor.view` that a part of a mini-batch may have gaps in memory."""
+    with suppress(Exception):
+        has_gaps = any(isinstance(one, Tensor) and not one.is_contiguous() for one in leaves)
+        if has_gaps and "view size is not compatible" in str(error):
+            error.add_note(
+                "(A micro-batch is a part of the mini-batch: if its rows lie along another "
+                "dimension than 0, as in_dims says, it has gaps in memory. Fix: let the layer call "
+                "reshape() instead of view().)"
             )
 
 
