@@ -306,7 +306,9 @@ def test_sparse_buffers(checkpoint: CheckpointMode, layout: Any, n: int) -> None
         )
         buffer = plain[0].adjacency
         assert isinstance(buffer, Tensor)
-        assert profile.layers[0].buffer_bytes == bytes_of(buffer) > 8 * n
+        # torch makes the indices of a compressed layout as a part of something larger.
+        held = sum(part.untyped_storage().nbytes() for part in plain_parts(buffer))
+        assert profile.layers[0].buffer_bytes == held >= bytes_of(buffer) > 8 * n
 
 
 def test_what_is_not_a_number_in_a_shared_buffer_has_not_been_written_to() -> None:
