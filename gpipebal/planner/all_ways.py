@@ -6,7 +6,7 @@ from its own timeline. Where there are few ways to cut and run a chain, all are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, product
 from math import comb, factorial, prod
 from typing import Literal
@@ -16,7 +16,7 @@ from gpipebal.problem import Problem, Rules
 from gpipebal.schedule import CHECKPOINT_MODES, Checkpoint, CheckpointMode, modes_of
 from gpipebal.solvers import Split
 
-__all__ = ["all_ways", "device_orders"]
+__all__ = ["all_ways", "device_orders", "n_recomputed"]
 
 
 def all_ways(posed: Posed, most: int) -> list[Split] | None:
@@ -27,7 +27,8 @@ def all_ways(posed: Posed, most: int) -> list[Split] | None:
         most: Largest number of ways.
 
     Returns:
-        Splits without a value; None if there may be more than `most`.
+        Splits without a value, leftmost cuts first, and of each those that recompute least; None
+        if there may be more than `most`.
     """
     problem, question = posed.problem, posed.question
     n, n_layers = problem.n_partitions, problem.n_layers
@@ -39,17 +40,29 @@ def all_ways(posed: Posed, most: int) -> list[Split] | None:
     return [
         Split(bounds, 0, 0, "feasible", "", modes, order)
         for bounds in _bounds(problem)
-        for modes in _modes(question.checkpoint, n)
+        for modes in _modes(question.checkpoint, n, posed.chunks)
         for order in orders
     ]
 
 
 def _modes(
-    checkpoint: Checkpoint | Literal["auto"], n: int
+    checkpoint: Checkpoint | Literal["auto"], n: int, chunks: int
 ) -> Iterable[tuple[CheckpointMode, ...]]:
     if checkpoint == "auto":
-        return product(CHECKPOINT_MODES, repeat=n)
+        ways = product(reversed(CHECKPOINT_MODES), repeat=n)
+        return sorted(ways, key=lambda modes: n_recomputed(modes, chunks))
     return [modes_of(checkpoint, n)]
+
+
+def n_recomputed(modes: Sequence[CheckpointMode], chunks: int) -> int:
+    """Count the micro-batches that partitions recompute in a mini-batch, all together.
+
+    Example:
+        >>> n_recomputed(["always", "except_last", "never"], 4)
+        7
+    """
+    of_mode = {"always": chunks, "except_last": chunks - 1, "never": 0}
+    return sum(of_mode[mode] for mode in modes)
 
 
 def _bounds(problem: Problem) -> Iterator[tuple[int, ...]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
@@ -12,18 +11,20 @@ from typing import NamedTuple
 from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
 from gpipebal.planner.all_ways import all_ways
+from gpipebal.planner.clock import Clock
 from gpipebal.planner.lower_limits import under_lower_limits
-from gpipebal.planner.plans import fits, keeps_limit, plan_of_split, value_of
+from gpipebal.planner.open_modes import quicker, roomier
+from gpipebal.planner.plans import fits, plan_of_split, value_of
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.quick_bounds import quick_bound_of
 from gpipebal.planner.solved import solved
 from gpipebal.problem import Problem, to_bounds
-from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
+from gpipebal.schedule import CHECKPOINT_MODES
 from gpipebal.solvers import Split, iter_best_splits
 from gpipebal.solvers.sets.levels import MOST_STATES, Levels, count_states
 from gpipebal.solvers.sets.peak import least_shortage
 
-__all__ = ["MOST_WAYS", "Best", "best_of", "best_of_all", "roomier"]
+__all__ = ["MOST_WAYS", "Best", "best_of", "best_of_all"]
 
 #: How many of the best splits are tried where too much waits in the best one ...
 _MOST_TRIED = 16
@@ -58,6 +59,7 @@ def best_of(posed: Posed) -> Best:
     leave less open are asked too, so that more freedom does not have the worse plan; but see
     `_with_less_open` for when they are not.
     """
+    clock = Clock(posed.question.time_limit)
     best = _best_as_asked(posed)
     for one in _with_less_open(posed, best):
         try:
@@ -68,7 +70,9 @@ def best_of(posed: Posed) -> Best:
             best = best._replace(plan=_as_asked(posed, other, other.value, best.lower_bound))
             if other.value <= best.lower_bound:
                 break
-    return _or_least_peak(posed, best) if best.plan is None else best
+    if best.plan is None:
+        best = _or_least_peak(posed, best)
+    return best if best.plan is None else best._replace(plan=quicker(posed, best.plan, clock))
 
 
 def _or_least_peak(posed: Posed, best: Best) -> Best:
@@ -95,7 +99,7 @@ def _least_peak(posed: Posed) -> Plan | None:
     if posed.question.time_limit is None:
         return best_of(posed).plan
     # Only what searches for its own objective: all else has been done for the question, in vain.
-    found, clock = solved(posed, posed.problem, None), _Clock(posed.question.time_limit)
+    found, clock = solved(posed, posed.problem, None), Clock(posed.question.time_limit)
     if found is None:
         return None
     plan = _lower_peak_with_waiting(posed, plan_of_split(posed, found), clock)
@@ -151,7 +155,7 @@ def _best_as_asked(posed: Posed) -> Best:
     this is tried all the same, but each search on the way returns the first split that it finds.
     """
     question = posed.question
-    clock = _Clock(question.time_limit)
+    clock = Clock(question.time_limit)
     found = solved(posed, posed.problem, question.time_limit)
     if found is None:
         return Best(None, math.inf)
@@ -190,19 +194,7 @@ def _best_as_asked(posed: Posed) -> Best:
     return Best(_noted(best.with_bound(bound)), bound)
 
 
-class _Clock:
-    """How much is left of a time limit, which begins to run now; None: no limit."""
-
-    def __init__(self, time_limit: float | None) -> None:
-        self._until = None if time_limit is None else time.monotonic() + time_limit
-
-    @property
-    def left(self) -> float | None:
-        """Seconds that are left, 0 if none are; None: no limit."""
-        return None if self._until is None else max(self._until - time.monotonic(), 0.0)
-
-
-def _best_under_lower_limits(posed: Posed, found: Split, plan: Plan, clock: _Clock) -> Plan | None:
+def _best_under_lower_limits(posed: Posed, found: Split, plan: Plan, clock: Clock) -> Plan | None:
     """Return the best plan that fits of a split, and of those under lower limits."""
     best: Plan | None = None
 
@@ -217,7 +209,7 @@ def _best_under_lower_limits(posed: Posed, found: Split, plan: Plan, clock: _Clo
     return best
 
 
-def _solved_again(posed: Posed, problem: Problem, clock: _Clock) -> Split | None:
+def _solved_again(posed: Posed, problem: Problem, clock: Clock) -> Split | None:
     """Solve a variant of a question that has been answered, in the time that is left."""
     try:
         return solved(posed, problem, clock.left)
@@ -226,7 +218,7 @@ def _solved_again(posed: Posed, problem: Problem, clock: _Clock) -> Split | None
 
 
 def _best_way(
-    posed: Posed, ways: Sequence[Split], method: str, clock: _Clock, known: Plan | None = None
+    posed: Posed, ways: Sequence[Split], method: str, clock: Clock, known: Plan | None = None
 ) -> Best:
     """Return the best of all ways that keeps its limits in its own timeline.
 
@@ -280,7 +272,7 @@ def _with_most_room(posed: Posed) -> Plan | None:
 
 
 def _among_next(
-    posed: Posed, best: Plan | None, bound: float, clock: _Clock
+    posed: Posed, best: Plan | None, bound: float, clock: Clock
 ) -> tuple[Plan | None, float]:
     """Try the next best splits while there is time; return the best that fits, and a bound."""
     # Then one split is one plan, and no split that comes later in the ranking is better.
@@ -310,48 +302,7 @@ def _best_fitting(*plans: Plan | None) -> Plan | None:
     return min(known, key=lambda plan: plan.value, default=None)
 
 
-#: The next mode for a partition that lacks memory for one.
-_SLOWER: dict[CheckpointMode, CheckpointMode] = {"never": "except_last", "except_last": "always"}
-
-
-def roomier(posed: Posed, found: Split, plan: Plan) -> Plan:
-    """Let partitions that exceed their limits recompute more, where modes are open.
-
-    Args:
-        posed: The question.
-        found: A split.
-        plan: The plan of it.
-
-    Returns:
-        A plan that fits, if one is found with the same cuts and devices; else one that does not.
-    """
-    while posed.question.checkpoint == "auto" and not fits(plan):
-        modes = _slower(plan)
-        value = value_of(posed, found.bounds, modes, found.order)
-        if modes == plan.modes or value is None:
-            break
-        found = replace(found, modes=modes, value=value).with_bound(found.lower_bound)
-        plan = plan_of_split(posed, found)
-    return plan
-
-
-def _slower(plan: Plan) -> tuple[CheckpointMode, ...]:
-    """Return a plan's modes, slower by one where memory is lacking, or in the neighbours of that.
-
-    What waits in a partition waits for its neighbours, so their modes count too.
-    """
-    lacks = {j for j, part in enumerate(plan.partitions) if not keeps_limit(part)}
-    beside = {j + step for j in lacks for step in (-1, 1)}
-    for which in (lacks, beside, set(range(plan.n_partitions))):
-        modes = tuple(
-            _SLOWER.get(mode, mode) if j in which else mode for j, mode in enumerate(plan.modes)
-        )
-        if modes != plan.modes:
-            return modes
-    return plan.modes
-
-
-def _lower_peak_with_waiting(posed: Posed, plan: Plan, clock: _Clock) -> Plan:
+def _lower_peak_with_waiting(posed: Posed, plan: Plan, clock: Clock) -> Plan:
     """Return the plan with the lower peak of two, one found where the most that can wait counts."""
     if plan.value <= plan.lower_bound and fits(plan):
         return plan

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Literal
 from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
 from gpipebal.planner.advice import explain
-from gpipebal.planner.best import best_of_all, roomier
+from gpipebal.planner.best import best_of_all
+from gpipebal.planner.clock import Clock
 from gpipebal.planner.devices import DeviceCosts
 from gpipebal.planner.layer_rules import LayerKey
+from gpipebal.planner.open_modes import quicker, roomier
 from gpipebal.planner.plans import fits, plan_of_split, with_sensitivity
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Options, Size, ask
@@ -247,6 +249,8 @@ def top_plans(profile: Profile, k: int, partitions: int, **options: Unpack[Optio
                     # Others with the same cuts may fit.
                     bound = min(bound, split.lower_bound)
                 plan = roomier(at, split, plan)
+                if fits(plan):
+                    plan = quicker(at, plan, Clock(None))
             if fits(plan):
                 found.append((plan.value, len(found), at, plan))
                 continue

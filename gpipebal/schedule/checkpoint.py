@@ -23,6 +23,7 @@ CheckpointMode = Literal["always", "except_last", "never"]
 #: One mode for all partitions, or one for each.
 Checkpoint = CheckpointMode | Sequence[CheckpointMode]
 
+#: Those that recompute more, and so take longer and keep less, come first.
 CHECKPOINT_MODES: tuple[CheckpointMode, ...] = ("always", "except_last", "never")
 
 

@@ -88,3 +88,58 @@ def test_open_modes_are_no_worse_than_one_mode_where_waiting_decides() -> None:
     assert free.value <= fixed.value
     assert free.lower_bound <= free.value and free.peak_bytes <= 510
     assert "waits for busy neighbours" in free.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("costs", "options", "modes"),
+    [
+        (
+            {
+                "forward": [3.0, 4.0, 3.0, 4.0],
+                "saved_bytes": [47, 44, 37, 29],
+                "output_bytes": [14, 14, 26, 17],
+                "chunks": 2,
+            },
+            {"memory_limit": 192, "objective": "bottleneck"},
+            ("always", "except_last"),
+        ),
+        (
+            {
+                "forward": [5.0, 1.0, 4.0],
+                "saved_bytes": [47, 30, 40],
+                "output_bytes": [28, 17, 14],
+                "chunks": 4,
+            },
+            {"memory_limit": [233, None]},
+            ("except_last", "never"),
+        ),
+    ],
+)
+def test_of_equally_good_modes_the_fastest_that_fit(
+    costs: dict[str, Any], options: dict[str, Any], modes: tuple[CheckpointMode, ...]
+) -> None:
+    """Where what waits decides: modes that do not count for the objective are no slower."""
+    plan = gb.solve(gb.Profile.from_costs(**costs), 2, checkpoint="auto", **options)
+    assert (plan.modes, plan.status) == (modes, "optimal")
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.data())
+def test_no_partition_has_a_faster_mode_that_fits(data: st.DataObject) -> None:
+    """Whatever decides: with one in any partition the plan exceeds a limit or is worse."""
+    n_layers, n = data.draw(st.integers(3, 10)), data.draw(st.integers(2, 3))
+    columns = st.lists(st.integers(1, 60), min_size=n_layers, max_size=n_layers)
+    times, saved, outputs = (data.draw(columns) for _ in range(3))
+    chunks = data.draw(st.integers(1, 4))
+    profile = gb.Profile.from_costs(times, saved_bytes=saved, output_bytes=outputs, chunks=chunks)
+    asked: Any = {"schedule": data.draw(st.sampled_from(["gpipe", "1f1b"]))}
+    least = gb.solve(profile, n, checkpoint="auto", objective="peak_memory", **asked)
+    asked["memory_limit"] = int(least.value * data.draw(st.sampled_from([1, 1.1, 1.3, 2])))
+    name = data.draw(st.sampled_from(["makespan", "bottleneck"]))
+    plan = gb.solve(profile, n, checkpoint="auto", objective=name, **asked)
+    for j, mode in enumerate(plan.modes):
+        for faster in CHECKPOINT_MODES[CHECKPOINT_MODES.index(mode) + 1 :]:
+            modes = [*plan.modes[:j], faster, *plan.modes[j + 1 :]]
+            other = gb.evaluate(profile, plan.balance, checkpoint=modes, **asked)
+            fits = all(part.memory.total <= asked["memory_limit"] for part in other.partitions)
+            assert not fits or getattr(other, name) > plan.value

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
 from gpipebal.planner.all_ways import all_ways
-from gpipebal.planner.best import roomier
+from gpipebal.planner.open_modes import roomier
 from gpipebal.planner.plans import fits, plan_of_split
 from gpipebal.planner.posing import Posed
 from gpipebal.problem import Link, Problem, Rules, to_bounds

@@ -1,0 +1,29 @@
+"""How much is left of a time limit."""
+
+from __future__ import annotations
+
+import time
+
+__all__ = ["Clock"]
+
+
+class Clock:
+    """How much is left of a time limit, which begins to run now; None: no limit.
+
+    Example:
+        >>> Clock(None).left, Clock(0).left, Clock(None).is_up, Clock(0).is_up
+        (None, 0.0, False, True)
+    """
+
+    def __init__(self, time_limit: float | None) -> None:
+        self._until = None if time_limit is None else time.monotonic() + time_limit
+
+    @property
+    def left(self) -> float | None:
+        """Seconds that are left, 0 if none are; None: no limit."""
+        return None if self._until is None else max(self._until - time.monotonic(), 0.0)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether no time is left."""
+        return self.left == 0
