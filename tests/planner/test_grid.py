@@ -360,3 +360,13 @@ def test_quantiles_are_taken_before_rows_are_chosen() -> None:
         assert found is not None
         assert found.makespan == plan.makespan
         assert found.notes[0] == plan.notes[0]
+
+
+def test_nothing_is_recomputed_where_nothing_limits_memory() -> None:
+    """Of equally fast ways the one without recomputes, though only the additions decide."""
+    profile = gb.Profile.from_costs(
+        [2.0, 7.0, 8.0, 5.0], parameter_bytes=[10, 100, 900, 900], rows=2, chunks=2
+    )
+    table = gb.solve_grid(profile, 6, replica_link=Link(100.0), checkpoint="auto")
+    for row in table.rows:
+        assert row.plan is None or set(row.plan.modes) == {"never"}

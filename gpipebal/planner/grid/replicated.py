@@ -28,7 +28,8 @@ from typing import NamedTuple
 from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
 from gpipebal.planner.all_ways import all_ways
-from gpipebal.planner.open_modes import roomier
+from gpipebal.planner.clock import Clock
+from gpipebal.planner.open_modes import quicker, roomier
 from gpipebal.planner.plans import fits, plan_of_split
 from gpipebal.planner.posing import Posed
 from gpipebal.problem import Link, Problem, Rules, to_bounds
@@ -231,6 +232,7 @@ class _BestReplica:
         """Take the best of all ways that fits; return a bound on all."""
         timed = [(self._time_of(way.bounds, way.modes), k) for k, way in enumerate(ways)]
         n_assembled = 0
+        # Of equally fast ones the first: ways are listed with those first that recompute least.
         for time, k in sorted(timed):
             if time >= min(self._time, self._known):
                 return time
@@ -309,8 +311,9 @@ class _BestReplica:
             if self._posed.is_open:
                 self._left_out = min(self._left_out, bound)
         if time < self._time and fits(plan):
+            plan = quicker(self._posed, plan, Clock(None))
             self._plan = self._with_bound(plan)
-            self._time = time
+            self._time = self._time_of(found.bounds, plan.modes)
 
     def _with_bound(self, plan: Plan) -> Plan:
         """Give a plan the bound that is known on its own value, the makespan."""
