@@ -211,7 +211,8 @@ def _gain(plan: Plan) -> list[str]:
 
 def _breaks(plan: Plan) -> bool:
     """Tell whether equally many layers would be better than the best that is allowed."""
-    return plan.gain is not None and plan.gain < 0 and plan.status == "optimal"
+    equal = plan.equal_split_value
+    return plan.method != "given" and equal is not None and equal < plan.lower_bound
 
 
 def _memory_title(plan: Plan) -> str:

@@ -598,3 +598,17 @@ def test_a_better_equal_split_is_said_to_break_a_limit() -> None:
         assert plan.gain is not None and plan.gain < 0
         assert ("equally many layers, which breaks a limit" in str(plan)) is is_told
         assert ("which is less, but breaks a limit" in plan.explain()) is is_told
+
+
+def test_a_better_equal_split_breaks_a_rule_whatever_gap_is_left() -> None:
+    """It is below the bound that no plan is below, which proves it without an optimal plan."""
+    profile = gb.Profile.from_costs(
+        [0.1, 0.1, 0.6, 0.1], [0.0, 0.9, 0.1, 0.3], recompute=[18.1, 0.3, 27.3, 6.2], chunks=2
+    )
+    plan = gb.solve(profile, 3, checkpoint="always", no_cut=[2])
+    late = plan.with_bound(plan.lower_bound * 0.999999)
+    assert late.status == "feasible" and late.equal_split_value == pytest.approx(57.1)
+    for one in (plan, late):
+        assert "which is less, but breaks a limit or a rule" in one.explain()
+        assert "which breaks a limit or a rule" in str(one)
+    assert "breaks" not in plan.with_bound(57.0).explain()
