@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple
 
 from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
 from gpipebal.planner.all_ways import all_ways
+from gpipebal.planner.best_way import best_way
 from gpipebal.planner.clock import Clock
 from gpipebal.planner.lower_limits import under_lower_limits
 from gpipebal.planner.open_modes import quicker, roomier
@@ -168,12 +170,13 @@ def _best_as_asked(posed: Posed) -> Best:
         ways = all_ways(posed, _MOST_PEAK_WAYS) if plan.gap else None
         if ways is not None:
             known = plan if fits(plan) else None
-            return _best_way(posed, ways, found.method, clock, known)
+            any_plan = partial(_with_most_room, posed) if known is None else lambda: known
+            return Best(*best_way(posed, ways, found, clock, any_plan))
     if fits(plan):
         return Best(plan, plan.lower_bound)
     ways = all_ways(posed, MOST_WAYS)
     if ways is not None:
-        return _best_way(posed, ways, found.method, clock)
+        return Best(*best_way(posed, ways, found, clock, partial(_with_most_room, posed)))
     bound = found.lower_bound
     best = _best_under_lower_limits(posed, found, plan, clock)
     # For the least peak, `_lower_peak_with_waiting` has done so.
@@ -215,37 +218,6 @@ def _solved_again(posed: Posed, problem: Problem, clock: Clock) -> Split | None:
         return solved(posed, problem, clock.left)
     except BalanceError:
         return None  # HiGHS found nothing in time; there is another answer
-
-
-def _best_way(
-    posed: Posed, ways: Sequence[Split], method: str, clock: Clock, known: Plan | None = None
-) -> Best:
-    """Return the best of all ways that keeps its limits in its own timeline.
-
-    With no time left it takes the plan that is known to fit.
-    """
-
-    def rank(way: Split, value: float) -> tuple[float, ...]:
-        counted = posed.counted(way.modes)
-        parts = posed.problem.costs.parts(way.bounds, counted, way.order)
-        bottleneck = posed.problem.bottleneck(way.bounds, counted, way.order)
-        return value, bottleneck, sum(part.load**2 for part in parts)
-
-    valued = [(value_of(posed, way.bounds, way.modes, way.order), way) for way in ways]
-    ranked = [(rank(way, value), way) for value, way in valued if value is not None]
-    is_late = False
-    for (value, *_), way in sorted(ranked, key=lambda one: one[0]):
-        if clock.left == 0 and not is_late:
-            is_late = True
-            best = _with_most_room(posed) if known is None else known
-            if best is not None:
-                return Best(best.with_bound(value), value)
-        way = replace(way, value=value, lower_bound=value, status="optimal", method=method)
-        plan = plan_of_split(posed, way)
-        if fits(plan):
-            note = "What waits for busy neighbours decides what fits, so all plans were looked at."
-            return Best(replace(plan, notes=(*plan.notes, note)), plan.lower_bound)
-    return Best(None, math.inf)
 
 
 def _with_most_room(posed: Posed) -> Plan | None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import gpipebal as gb
 from gpipebal.errors import BalanceError, InfeasibleError
-from gpipebal.planner import best, clock
+from gpipebal.planner import best, best_way, clock
 from gpipebal.planner.posing import Posed
 from gpipebal.planner.schedules import search
 from gpipebal.planner.schedules.costs import ScheduleCosts
@@ -237,3 +237,52 @@ def test_too_many_kinds_of_devices(checkpoint: str) -> None:
         gb.solve(profile, 14, any_order=True, time_limit=0.3, **options)
     assert "Fix: any_order=False; or fewer layers" in str(caught.value)
     assert gb.solve(profile, 14, time_limit=0.3, **options).n_partitions == 14
+
+
+def waiting_chain() -> gb.Profile:
+    """Return a chain whose least peak what waits decides, with 28 ways to cut it in three."""
+    return gb.Profile.from_costs(
+        [8.0, 3.0, 1.0, 8.0, 7.0, 9.0, 5.0, 6.0, 7.0],
+        saved_bytes=[5, 3, 9, 1, 8, 2, 6, 1, 9],
+        output_bytes=[18, 9, 16, 31, 23, 40, 19, 23, 38],
+        chunks=20,
+    )
+
+
+_WAITING: dict[str, Any] = {
+    "schedule": "1f1b",
+    "objective": "peak_memory",
+    "checkpoint": "never",
+}
+
+
+@pytest.mark.parametrize("n_ticks", range(0, 60, 6))
+def test_ways_are_valued_as_long_as_there_is_time(
+    n_ticks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock is looked at before each; the bound holds, whichever were valued."""
+    least = gb.solve(waiting_chain(), 3, **_WAITING)
+    valued: list[object] = []
+    value_of = best_way.value_of
+    monkeypatch.setattr(best_way, "value_of", lambda *way: (valued.append(way), value_of(*way))[1])
+    ticks = itertools.count()
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    found = gb.solve(waiting_chain(), 3, time_limit=n_ticks, **_WAITING)
+    assert len(valued) <= n_ticks
+    assert found.lower_bound <= least.value <= found.value
+
+
+def test_not_all_ways_are_valued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those whose peak is larger than the least one, even if nothing waits, are no better."""
+    valued: list[object] = []
+    value_of = best_way.value_of
+    monkeypatch.setattr(best_way, "value_of", lambda *way: (valued.append(way), value_of(*way))[1])
+    plan = gb.solve(waiting_chain(), 3, **_WAITING)
+    splits = [one for one in itertools.product(range(1, 8), repeat=3) if sum(one) == 9]
+    given: dict[str, Any] = {"schedule": "1f1b", "checkpoint": "never"}
+    peaks = [
+        max(part.memory.total for part in gb.evaluate(waiting_chain(), one, **given).partitions)
+        for one in splits
+    ]
+    assert plan.status == "optimal" and plan.value == min(peaks)
+    assert 0 < len(valued) < len(splits) == 28
