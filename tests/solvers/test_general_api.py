@@ -106,6 +106,33 @@ def test_integer_program_keeps_its_time_limit() -> None:
     assert found.lower_bound <= found.value == problem.makespan(found.bounds, found.modes)
 
 
+@pytest.mark.parametrize(
+    ("time_limit", "is_whole", "most"), [(0.1, False, 0.1), (60.0, True, 59.95), (None, True, None)]
+)
+def test_highs_is_given_what_it_can_do_before_it_looks_at_the_clock(
+    time_limit: float | None, is_whole: bool, most: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With too little time it is the relaxation, whose bound holds; else there is a reserve."""
+    times = [1 + (37 * k * k) % 11 for k in range(9)]
+    devices = [Device(slowness=1 + j / 8) for j in range(3)]
+    problem = Problem(times, times, times, 3, 4, "never", devices, any_order=True)
+    asked: list[dict[str, Any]] = []
+
+    def note(*arguments: Any, **options: Any) -> Any:
+        asked.append(options)
+        return milp(*arguments, **options)
+
+    monkeypatch.setattr("scipy.optimize.milp", note)
+    monkeypatch.setattr("gpipebal.solvers.integer_program._BETWEEN_LOOKS", 1e-3)
+    found = split(problem, method="integer program", time_limit=time_limit)
+    least = split(problem).value
+    assert 0 < found.lower_bound <= least <= found.value
+    assert found.value == problem.makespan(found.bounds, found.modes, found.order)
+    assert len(asked) == 1 and asked[0]["integrality"].any() == is_whole
+    assert most is None or asked[0]["options"]["time_limit"] < most
+    assert not is_whole or found.value == least
+
+
 def test_an_integer_program_without_time_does_not_call_a_problem_infeasible(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
