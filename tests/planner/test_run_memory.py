@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracles import all_bounds
@@ -22,11 +23,11 @@ from gpipebal.planner.posing import pose
 from gpipebal.planner.question import ask as ask_planner
 from gpipebal.planner.runs import memory as run_memory
 from gpipebal.planner.runs.memory import KnownMemory, memory_of
-from gpipebal.planner.runs.moments import moments_of
+from gpipebal.planner.runs.moments import RowMoment, moments_of, moments_of_long
 from gpipebal.planner.times import step_timeline
 from gpipebal.problem import Memory
 from gpipebal.profile import LayerProfile, SkipProfile, StepTerms, TieProfile
-from gpipebal.schedule import gpipe_schedule
+from gpipebal.schedule import gpipe_schedule, make_schedule
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
@@ -194,6 +195,52 @@ def test_few_moments_stand_for_a_long_row(chunks: int, mode: Any) -> None:
         moments = moments_of(row, loss_inside=False, waiting=waiting)
         assert len(moments) <= 14
         assert max(moment.n_graphs + moment.n_inputs for moment in moments) == chunks
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(st.data(), st.sampled_from(["gpipe", "1f1b"]), st.sampled_from(MODES))
+def test_long_rows_have_the_moments_that_follow_from_short_ones(
+    data: st.DataObject, schedule: str, mode: Any
+) -> None:
+    """Against walking through the whole row; and no whole row is walked through."""
+    chunks = data.draw(st.integers(1, 60))
+    label = 0 if schedule == "gpipe" else min(data.draw(st.integers(0, 25)), chunks)
+    flags = ("loss_inside", "waiting", "gradients_exist")
+    given_as: dict[str, Any] = {name: data.draw(st.booleans()) for name in flags}
+    skips = data.draw(st.booleans())
+    walked: list[int] = []
+
+    def walk(count: int) -> list[RowMoment]:
+        walked.append(count)
+        row = make_schedule(schedule, label + 1, count, mode).rows[0]
+        ahead = None if schedule == "gpipe" else count if skips else label + 1
+        return moments_of(row, ahead=ahead, **given_as)
+
+    found = moments_of_long(walk, chunks, label)
+    assert max(walked) <= label + 10
+    assert found == walk(chunks)
+
+
+def test_memory_of_very_many_micro_batches_is_quickly_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No row of a million actions is made; the peak of a run is that of the formula."""
+    profile = gb.Profile.from_costs([1.0] * 3, saved_bytes=[7] * 3, output_bytes=[1] * 3)
+    made: list[int] = []
+    make = run_memory.make_schedule
+    monkeypatch.setattr(
+        run_memory, "make_schedule", lambda *given: (made.append(given[2]), make(*given))[1]
+    )
+    for schedule in ("gpipe", "1f1b"):
+        given_as: Any = {"loss_inside": True, "shared_memory": False, "n_partitions": 3}
+        for mode in MODES:
+            long, short = (
+                memory_of(profile, chunks=chunks, schedule=schedule, **given_as).rows(0, 0, mode)
+                for chunks in (2**20, 2**20 - 1)
+            )
+            shorter = memory_of(profile, chunks=2**20 - 2, schedule=schedule, **given_as)
+            assert (long - short == short - shorter.rows(0, 0, mode)).all()
+    assert max(made) < 20
 
 
 def test_what_the_loss_hands_out_is_counted_once() -> None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from gpipebal.memory.loss import loss_of_micro_batch
 from gpipebal.planner.runs.chain import LayerChain
-from gpipebal.planner.runs.moments import RowMoment, moments_of
+from gpipebal.planner.runs.moments import RowMoment, moments_of, moments_of_long
 from gpipebal.planner.runs.peaks import RunPeaks
 from gpipebal.planner.runs.storage_tables import StorageTables
 from gpipebal.problem import Memory
@@ -217,15 +217,24 @@ class RunMemory:
         return make_schedule(self._schedule, self._n_partitions, self._chunks, mode)
 
     def _moments(self, mode: CheckpointMode, label: int) -> list[RowMoment]:
+        if self._schedule not in ("gpipe", "1f1b"):
+            return self._walked(mode, label, self._chunks)
+        forwards_ahead = 0 if self._schedule == "gpipe" else label
+        return moments_of_long(
+            lambda chunks: self._walked(mode, label, chunks), self._chunks, forwards_ahead
+        )
+
+    def _walked(self, mode: CheckpointMode, label: int, chunks: int) -> list[RowMoment]:
+        """Walk through a row with a number of micro-batches."""
         # With this many forwards ahead, all may wait that the row by itself allows: the outputs of
         # micro-batches that have not come back, and all gradients.
-        ahead: int | None = self._chunks
+        ahead: int | None = chunks
         if self._schedule == "gpipe":
-            row, ahead = make_schedule("gpipe", 1, self._chunks, mode).rows[0], None
+            row, ahead = make_schedule("gpipe", 1, chunks, mode).rows[0], None
         elif self._schedule == "1f1b":
-            row = make_schedule("1f1b", label + 1, self._chunks, mode).rows[0]
+            row = make_schedule("1f1b", label + 1, chunks, mode).rows[0]
             # The gradient of a skip connection may wait for a much earlier partition.
-            ahead = self._chunks if self._profile.skips else label + 1
+            ahead = chunks if self._profile.skips else label + 1
         else:
             row = self._whole(mode).rows[label]
         return moments_of(

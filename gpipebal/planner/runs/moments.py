@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gpipebal.schedule import Action
 
-__all__ = ["RowMoment", "moments_of"]
+__all__ = ["RowMoment", "moments_of", "moments_of_long"]
+
+#: Micro-batches beyond those ahead with which a row has all its kinds of moments.
+_ALL_KINDS = 8
 
 
 class RowMoment(NamedTuple):
@@ -116,3 +119,48 @@ def moments_of(
                 backwards += 1
     meet("O", False, 0, 0)
     return [moment for moments in found.values() for moment in moments]
+
+
+def moments_of_long(
+    walk: Callable[[int], list[RowMoment]], chunks: int, n_ahead: int
+) -> list[RowMoment]:
+    """Return the moments of a row with many micro-batches, from those of short rows.
+
+    In the rows of GPipe and 1F1B each micro-batch more changes each count by as much as the one
+    before. Should it not, the row itself is walked through.
+
+    Args:
+        walk: Returns the moments of the row with a number of micro-batches.
+        chunks: Micro-batches of the long row.
+        n_ahead: Forwards before the first backward, beyond the first, that do not grow with them.
+
+    Complexity:
+        That of three walks through rows of about `n_ahead` micro-batches.
+
+    Example:
+        >>> from gpipebal.schedule import gpipe_schedule
+        >>> def walk(chunks):
+        ...     row = gpipe_schedule(1, chunks, "except_last").rows[0]
+        ...     return moments_of(row, loss_inside=True)
+        >>> moments_of_long(walk, 50, 0) == walk(50)
+        True
+    """
+    short = n_ahead + _ALL_KINDS
+    if chunks <= short + 2:
+        return walk(chunks)
+    rows = [walk(short + more) for more in range(3)]
+    if len(set(map(len, rows))) > 1:
+        return walk(chunks)
+    found = []
+    for first, second, third in zip(*rows, strict=True):
+        steps = [b - a for a, b in zip(first[4:], second[4:], strict=True)]
+        if third != _moved(second, steps, 1) or second[:4] != first[:4]:
+            return walk(chunks)
+        found.append(_moved(first, steps, chunks - short))
+    return found
+
+
+def _moved(moment: RowMoment, steps: Sequence[int], times: int) -> RowMoment:
+    """Return a moment whose counts have changed some times by as much."""
+    counts = [count + times * step for count, step in zip(moment[4:], steps, strict=True)]
+    return RowMoment(*moment[:4], *counts)
