@@ -54,9 +54,12 @@ def explain_infeasible(problem: Problem) -> InfeasibleError:
         return InfeasibleError(f"{no_split_by_rules(problem)}\nFix: {'; or '.join(helps)}.")
     lack, path = short
     j, _, limit, peak, start, end = worst_lack(problem, path)
-    helps.append(f"{format_bytes(lack)} more on every device")
     if len(set(problem.limits)) == 1:
-        helps[-1] += f" (memory_limit={limit + lack})"
+        helps.append(f"{format_bytes(lack)} more on every device (memory_limit={limit + lack})")
+    else:
+        # What is written may be less than what is lacking.
+        exactly = "" if lack < 1024 else f" (+{lack} bytes)"
+        helps.append(f"{format_bytes(lack)}{exactly} more on every device")
     return InfeasibleError(
         f"partition {j} does not fit its device: memory_limit={limit} (expected {peak} or "
         f"more, in the split that lacks least: layers {start} to {end - 1} need "

@@ -90,6 +90,21 @@ def test_shortage_is_the_least_and_its_advice_is_true(problem: Problem) -> None:
         assert any(candidates(replace(problem, checkpoint=mode)))
 
 
+@pytest.mark.parametrize(
+    ("size", "words"), [(1, "40 B more"), (30_775, "1.17 MiB (+1231000 bytes) more")]
+)
+def test_more_memory_on_devices_of_different_limits_is_told_exactly(size: int, words: str) -> None:
+    """What a size in three digits leaves out might be what is lacking."""
+    memory = layer_memory([0] * 4, [10 * size, 20 * size, 30 * size, 40 * size], [0] * 4, chunks=4)
+    devices = [Device(memory_limit=200 * size), Device(memory_limit=120 * size)]
+    problem = Problem([1] * 4, [1] * 4, [1] * 4, 2, 4, "never", devices, memory=memory)
+    error = explain_infeasible(problem)
+    assert f"; or {words} on every device." in str(error)
+    assert error.shortage == 40 * size
+    more = [Device(memory_limit=device.memory_limit + 40 * size) for device in devices]
+    assert split(replace(problem, devices=more)).status == "optimal"
+
+
 def test_a_limit_that_just_fits_is_kept() -> None:
     """The split uses no more than the limit, where one byte less would not do."""
     problem = _tight(240)
