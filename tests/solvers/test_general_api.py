@@ -300,3 +300,16 @@ def test_the_greedy_trap_is_none() -> None:
     problem = Problem([1, 1, 100, 1], [0] * 4, [0] * 4, 3, devices=devices)
     found = split(problem, "bottleneck")
     assert (found.value, found.balance) == (101, (1, 1, 2))
+
+
+def test_links_that_overlap_limit_and_are_no_partition_time() -> None:
+    """By hand: all splits that keep the link's 17 are as good; those of layers are ranked."""
+    links = Links([0, 17, 0], [0, 0, 0], overlaps=True)
+    zeros = [0] * 4
+    problem = Problem([1, 2, 4, 9], zeros, zeros, 3, 1, "never", links=links)
+    # With the cut behind layer 1, the value is 17; without it there is (0, 1, 3, 4) with 9.
+    assert split(problem, "bottleneck").bounds == (0, 1, 3, 4)
+    links = Links([17, 17, 17, 17], [0] * 4, overlaps=True)
+    problem = Problem([1, 2, 4, 3, 9], [0] * 5, [0] * 5, 3, 1, "never", links=links)
+    found = split(problem, "bottleneck")
+    assert (found.value, found.bounds, found.method) == (17, (0, 2, 4, 5), "set bisection")

@@ -112,13 +112,8 @@ def _candidate(
         for f, b, r, mode in zip(forward, backward, recompute, modes, strict=True)
     ]
     makespan = makespan_of(forward, backward, recompute, there, back, problem.chunks, modes)
-    squares = sum((load * load for load in _with_links(loads, loads_of_links)), Fraction(0))
+    squares = sum((load * load for load in loads), Fraction(0))
     return Candidate(makespan, max(loads + loads_of_links), squares, bounds, peak, modes, order)
-
-
-def _with_links(loads: list[Fraction], links: list[Fraction]) -> list[Fraction]:
-    """Charge a partition for at least the link to it."""
-    return [loads[0], *(max(pair) for pair in zip(loads[1:], links or loads[1:], strict=True))]
 
 
 def makespan_of(

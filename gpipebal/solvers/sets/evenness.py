@@ -52,7 +52,6 @@ def most_even(search: Search, limits: Mapping[str, int]) -> Path | None:
     roomy = isqrt(int(_NEVER) // (4 * levels.n_partitions))
     costs = [option.load for kind in search.used for option in levels.kinds[kind]]
     largest = max(max(cost.ends) - min(cost.starts) for cost in costs)
-    largest = max([largest, *(max(cost.floor) for cost in costs if cost.floor is not None)])
     shift = max(0, largest.bit_length() - roomy.bit_length() + 1)
 
     # For each bound and state: places, and the least sum of squares from there on.
@@ -128,8 +127,5 @@ def _loads(
         else:
             exact = np.array(tails, dtype=object) - np.array(heads, dtype=object)[:, None]
             of_run = (exact >> shift).astype(np.int64)
-        if cost.floor is not None:
-            floors = [cost.floor[start] >> shift for start in starts]
-            of_run = np.maximum(of_run, np.array(floors, dtype=np.int64)[:, None])
         loads = np.where(flags, of_run, loads)
     return loads
