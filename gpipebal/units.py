@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Sequence
+from fractions import Fraction
 
 from gpipebal.errors import UsageError
 
@@ -158,10 +160,11 @@ def parse_bytes(text: float | str, name: str = "size") -> int:
         if 0 <= text < math.inf and text == int(text):
             return int(text)
     elif isinstance(text, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+        match = re.fullmatch(r"\s*(\d{1,400}(?:\.\d{1,400})?)\s*([a-zA-Z]*)\s*", text)
         if match is not None and match.group(2).lower() in _BYTES_PER_UNIT:
-            size = float(match.group(1)) * _BYTES_PER_UNIT[match.group(2).lower()]
-            if size < math.inf:
+            # Not a float, which has no whole bytes above 2**53.
+            size = Fraction(match.group(1)) * _BYTES_PER_UNIT[match.group(2).lower()]
+            if size <= sys.float_info.max:
                 return round(size)
     raise UsageError(
         f"{name} is not readable: {name}={text!r:.60} (expected bytes, or a number with a unit).\n"

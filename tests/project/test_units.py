@@ -92,6 +92,9 @@ def test_format_percent_has_one_decimal() -> None:
         (" 1.5kib ", 1536),
         ("500MB", 500_000_000),
         ("7 b", 7),
+        ("9007199254740993", 2**53 + 1),
+        (" 8388608.000000001 GiB", 2**53 + 1),
+        ("0.1 kb", 100),
     ],
 )
 def test_parse_bytes_reads_numbers_and_units(text: int | str, n_bytes: int) -> None:
@@ -105,6 +108,19 @@ def test_parse_bytes_refuses_what_is_no_size(text: object) -> None:
     message = re.escape(f"size is not readable: size={text!r}")
     with pytest.raises(UsageError, match=message):
         parse_bytes(text)  # type: ignore[arg-type]
+
+
+@given(st.integers(0, 10**308), st.sampled_from(["", " B"]))
+def test_parse_bytes_keeps_every_byte(n_bytes: int, unit: str) -> None:
+    """Also beyond 2**53, above which a float has no odd numbers."""
+    assert parse_bytes(f"{n_bytes}{unit}") == n_bytes
+
+
+@pytest.mark.parametrize("digits", ["9" * 400, "9" * 10_000, "0." + "1" * 10_000])
+def test_parse_bytes_refuses_more_digits_than_sizes_have(digits: str) -> None:
+    """Whatever the interpreter's own limit for digits is."""
+    with pytest.raises(UsageError, match="size is not readable"):
+        parse_bytes(digits)
 
 
 @given(st.integers(0, 2**49))
