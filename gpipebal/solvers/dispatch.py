@@ -107,7 +107,8 @@ def split(
     bottleneck, then by the least sum of squared partition times (forward + recompute +
     backward), then by the leftmost cuts (lexicographically smallest bounds). ``'box search'`` and
     ``'integer program'`` take the first they meet instead, and ``'pareto program'`` leaves the
-    squares out where there are too many to compare (see `gpipebal.solvers.filling.paths`). Either
+    squares out where there are too many to compare (see `gpipebal.solvers.filling.paths`), and the
+    set methods round them where very many are close (see `gpipebal.solvers.sets.evenness`). Either
     way, the same problem always gives the same split, unless a time limit ended the search.
 
     Args:

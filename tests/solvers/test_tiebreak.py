@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -10,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import dense_least_squares
 
-from gpipebal.problem import Problem
+from gpipebal.problem import Problem, Rules
 from gpipebal.solvers import split
 from gpipebal.solvers.bisection import smallest_limit
 from gpipebal.solvers.chain import Limit, meet, reach_limit, reach_within, windows
+from gpipebal.solvers.sets import evenness
 from gpipebal.solvers.ties import by_rows, near_even, tiebreak
 from gpipebal.solvers.ties.narrow import squares_in_windows
 from gpipebal.solvers.ties.tiebreak import fewest_squares, sum_of_squares
@@ -90,6 +92,32 @@ def test_equal_layers_give_the_longer_partitions_last(objective: str, n_partitio
     each, more = divmod(16, n_partitions)
     expected = (each,) * (n_partitions - more) + (each + 1,) * more
     assert split(problem, objective).balance == expected  # type: ignore[arg-type]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from([1, 10**9, 2**40, 2**200, 1e300]),
+    st.lists(st.sampled_from([0.001, 0.002, 0.003, 0.005, 1, 2]), min_size=5, max_size=5),
+)
+def test_a_rule_that_forbids_nothing_changes_no_tie(large: float, others: list[float]) -> None:
+    """However much larger the first layer is: set methods decide with exact numbers too."""
+    zeros = [0] * 6
+    problem = Problem([large, *others], zeros, zeros, 3, 1, "never")
+    ruled = replace(problem, rules=Rules(pin={0: 0}))
+    by_sets, found = split(ruled, "bottleneck"), split(problem, "bottleneck")
+    assert (by_sets.method, found.method) == ("set bisection", "bisection")
+    assert by_sets.bounds == found.bounds
+
+
+def test_very_many_splits_within_rounding_are_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the tie is decided by rounded squares, and nothing else changes."""
+    zeros = [0] * 6
+    times = [10**9, 0.002, 0.001, 0.003, 0.001, 0.005]
+    problem = Problem(times, zeros, zeros, 3, 1, "never", rules=Rules(pin={0: 0}))
+    assert split(problem, "bottleneck").bounds == (0, 1, 4, 6)
+    monkeypatch.setattr(evenness, "_MOST_RUNS", 1)
+    late = split(problem, "bottleneck")
+    assert (late.bounds, late.status) == ((0, 1, 2, 6), "optimal")
 
 
 def test_one_chunk_leaves_everything_to_the_tie_break() -> None:

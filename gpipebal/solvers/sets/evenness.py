@@ -8,7 +8,7 @@ of a cut are compared at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import isqrt
 
 import numpy as np
@@ -22,6 +22,12 @@ __all__ = ["most_even"]
 #: Larger than any sum of squares.
 _NEVER = np.int64(2**62)
 
+#: For each partition: up to so many runs, on the average, are compared with exact numbers.
+_MOST_RUNS = 30
+
+#: A run of one level: first layer, end, and the step that runs it.
+_Run = tuple[int, int, Step]
+
 
 def most_even(search: Search, limits: Mapping[str, int]) -> Path | None:
     """Find the leftmost split with the least sum of squared partition times.
@@ -29,7 +35,9 @@ def most_even(search: Search, limits: Mapping[str, int]) -> Path | None:
     Minimises over all splits that keep `limits`; among the minimisers, takes the
     lexicographically smallest bounds. Times are rounded down to a common unit, so small that the
     largest possible time has as many units as fit, about 2**28: sums of squares are then machine
-    integers. Small integers are not rounded.
+    integers. Small integers are not rounded. Among the splits that rounding leaves so close that it
+    may have decided, exact numbers decide, unless these splits have more than 30 runs for each
+    partition.
 
     Raises:
         TimeIsUpError: the search has no time left.
@@ -82,7 +90,85 @@ def most_even(search: Search, limits: Mapping[str, int]) -> Path | None:
                     chosen[step.state, start] = int(ends[place]), step
         squares.append(here)
         choices.append(chosen)
+    path = search.follow(choices, limits)
+    if shift:
+        kept = _runs_within_rounding(search, path, squares, limits, shift)
+        path = path if kept is None else _best_of(search, kept, limits)
+    return path
+
+
+def _runs_within_rounding(
+    search: Search,
+    path: Path,
+    squares: Sequence[Mapping[int, Mapping[int, int]]],
+    limits: Mapping[str, int],
+    shift: int,
+) -> list[list[_Run]] | None:
+    """List the runs of splits that may be better than one with the least rounded squares.
+
+    A time is less than one unit above the rounded one, so the squares of the given path exceed the
+    rounded ones by less than the sum of twice the rounded times and one. No split whose rounded
+    squares exceed those of the path by that is better.
+
+    Returns:
+        The runs of each partition; None if they are too many.
+    """
+    levels, n = search.levels, search.levels.n_partitions
+    more = sum(2 * (_time(option, start, end) >> shift) + 1 for option, start, end in path.runs)
+    most = squares[-1][0][0] + more
+    kept: list[list[_Run]] = []
+    # By state and place: the least rounded squares up to there.
+    before: dict[int, dict[int, int]] = {0: {0: 0}}
+    n_kept = 0
+    for k in range(n):
+        search.check_time()
+        reached: dict[int, dict[int, int]] = {}
+        kept.append([])
+        for step in levels.steps[k]:
+            known, after = before.get(step.state), squares[n - 1 - k].get(step.next_state)
+            if not known or not after:
+                continue
+            starts, ends = sorted(known), np.array(sorted(after))
+            loads = _loads(levels.kinds[step.kind], starts, ends, limits, shift)
+            so_far = np.array([known[start] for start in starts])[:, None] + loads * loads
+            behind = np.array([after[end] for end in ends.tolist()])
+            places = np.argwhere((loads >= 0) & (so_far + behind <= most))
+            n_kept += len(places)
+            if n_kept > _MOST_RUNS * n:
+                return None
+            here = reached.setdefault(step.next_state, {})
+            for row, column in places.tolist():
+                end, total = int(ends[column]), int(so_far[row, column])
+                here[end] = min(here.get(end, total), total)
+                kept[-1].append((starts[row], end, step))
+        before = reached
+    return kept
+
+
+def _best_of(search: Search, kept: list[list[_Run]], limits: Mapping[str, int]) -> Path:
+    """Find the best split that consists of some runs, with exact numbers."""
+    totals: dict[tuple[int, int], int] = {(0, search.levels.n_layers): 0}
+    choices: list[dict[tuple[int, int], tuple[int, Step]]] = []
+    for runs in reversed(kept):
+        here: dict[tuple[int, int], int] = {}
+        chosen: dict[tuple[int, int], tuple[int, Step]] = {}
+        for start, end, step in runs:
+            behind = totals.get((step.next_state, end))
+            if behind is None:
+                continue
+            path = search.path((start, end), [step], limits)
+            total = _time(path.options[0], start, end) ** 2 + behind
+            key = step.state, start
+            if key not in here or (total, end) < (here[key], chosen[key][0]):
+                here[key], chosen[key] = total, (end, step)
+        totals = here
+        choices.append(chosen)
     return search.follow(choices, limits)
+
+
+def _time(option: Option, start: int, end: int) -> int:
+    """Return the time of a run, without the link to it."""
+    return option.load.ends[end] - option.load.starts[start]
 
 
 def _members(places: int) -> list[int]:
