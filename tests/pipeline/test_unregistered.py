@@ -81,6 +81,26 @@ def test_buffers_of_unregistered_modules(checkpoint: CheckpointMode, how: str, k
         torch.testing.assert_close(one, same)
 
 
+@pytest.mark.parametrize("how", ["call", "alone"])
+@pytest.mark.parametrize("kind", ["norm", "small", "large"])
+def test_buffers_of_unregistered_modules_in_a_run(how: str, kind: str) -> None:
+    """So does the recompute of a run, with a pipeline and without."""
+    inside = {"norm": lambda: nn.BatchNorm1d(3), "small": lambda: Counting(3)}
+    layer = Hidden(inside.get(kind, lambda: Counting(20_000))(), "list")
+    model = nn.Sequential(nn.Linear(3, 3), layer, nn.Linear(3, 3))
+    plain, x = copy.deepcopy(model), torch.randn(8, 3)
+    chain: Any = with_recompute(model, [[1, 2]])
+    run = chain if how == "alone" else GPipe(chain, [1, 2], chunks=1, checkpoint="never")
+    for _ in range(2):
+        run(x).square().sum().backward()
+        plain(x).square().sum().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    other: Any = plain[1]
+    for one, same in zip(layer.module.buffers(), other.module.buffers(), strict=True):
+        torch.testing.assert_close(one, same)
+
+
 def test_unregistered_modules_of_several_partitions_are_left_alone() -> None:
     """One that is another layer, or that two partitions have, may be running there."""
     norm, both = nn.BatchNorm1d(3), nn.BatchNorm1d(3)

@@ -12,7 +12,7 @@ the cell holds on to it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -24,7 +24,6 @@ from torch.nn.parameter import is_lazy
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.layers.batchnorm import copy_before
 from gpipebal.pipeline.layers.cached_weights import forget_cached_weights
-from gpipebal.pipeline.layers.modules import Modules
 from gpipebal.pipeline.values.tensors import (
     are_equal,
     bytes_of,
@@ -34,7 +33,13 @@ from gpipebal.pipeline.values.tensors import (
     version_of,
 )
 
-__all__ = ["BufferSlot", "Buffers", "BuffersOfRun", "Copies", "Kept", "is_always_copied"]
+__all__ = [
+    "BufferSlot",
+    "Buffers",
+    "Copies",
+    "Kept",
+    "is_always_copied",
+]
 
 #: Where a buffer is: the module that has it, and its name there.
 BufferSlot = tuple[nn.Module, str]
@@ -335,39 +340,6 @@ class Buffers:
 
     def _present(self) -> Iterator[tuple[BufferSlot, Tensor]]:
         return ((place, buffer) for place, buffer in self._slots() if buffer is not None)
-
-
-class BuffersOfRun(Buffers):
-    """The buffers of a run's layers, and the modes in which writes to them have been looked for."""
-
-    def __init__(self, of_run: Modules, foreign: Set[int] = frozenset()) -> None:
-        self.modules = of_run
-        modules = list(self.modules)
-        slots = [(module, name, b) for module in modules for name, b in module._buffers.items()]
-        super().__init__(modules, frozenset((m, n) for m, n, b in slots if id(b) in foreign))
-        self._seen: set[Hashable] = set()
-
-    def mode(self) -> Hashable:
-        """Return the modes of all modules."""
-        return tuple([module.training for module in self.modules])
-
-    def begin(self) -> Copies:
-        """Begin a forward whose recompute computes all weights again: it finds none in the cache.
-
-        Returns:
-            What `copies` does.
-        """
-        forget_cached_weights(self._modules)
-        return self.copies()
-
-    def copies(self, *, alone: bool = False) -> Copies:
-        """Copy the large buffers, if writes to them have not been looked for yet."""
-        return {} if self.mode() in self._seen else super().copies(alone=alone)
-
-    def looked(self, kept: Kept, before: Copies) -> Kept:
-        """Return what is kept, with those that turned out to be written to."""
-        self._seen.add(self.mode())
-        return kept.with_copies(self.look(before))
 
 
 def _buffer_of(module: nn.Module, name: str) -> Any:

@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gpipebal.argument_kinds import check_list, whole_number
 from gpipebal.errors import BalanceError, ModelError
-from gpipebal.pipeline.layers.buffers import BuffersOfRun
-from gpipebal.pipeline.layers.modules import Modules, shallow_copy
+from gpipebal.pipeline.layers.buffers_of_run import BuffersOfRun, buffers_of_run
+from gpipebal.pipeline.layers.modules import shallow_copy
 from gpipebal.pipeline.layers.proxy import Proxy
 from gpipebal.pipeline.layers.written import ParameterWrites
 from gpipebal.pipeline.process.checkpoint import is_checkpointing, is_recomputing, phase
@@ -158,9 +158,9 @@ class Recomputed(Proxy):
         """The layers of the run that it begins."""
         return tuple(layer for _, layer in self._run)
 
-    def keep_off(self, buffers: Set[int]) -> None:
-        """Leave buffers alone that another worker may read, given by ``id``, while they exist."""
-        self.__dict__.update(_of_run=None, _foreign=buffers)
+    def keep_off(self, others: Set[int]) -> None:
+        """Leave buffers, and unregistered modules, of other workers alone, given by ``id``."""
+        self.__dict__.update(_of_run=None, _foreign=others)
 
     def give_back(self) -> None:
         """Give the layers of the run their own buffers back, if a recompute that hangs has them."""
@@ -184,7 +184,7 @@ class Recomputed(Proxy):
             return self._through(first, *values, **keywords)
         buffers = self._of_run
         if buffers is None or not buffers.modules.are_as_made():
-            buffers = BuffersOfRun(Modules([layer for _, layer in self._run]), self._foreign)
+            buffers = buffers_of_run(self.run, self._foreign)
             self._of_run, self._written = buffers, {}
         repeatable = None if outer is None else outer.repeatable()
         again = _Again(buffers, repeatable)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from gpipebal.argument_kinds import is_word
 from gpipebal.errors import BalanceError, ModelError, PipelineError
-from gpipebal.pipeline.layers.buffers import BuffersOfRun, Copies, Kept
+from gpipebal.pipeline.layers.buffers import Copies, Kept
+from gpipebal.pipeline.layers.buffers_of_run import BuffersOfRun
 from gpipebal.pipeline.layers.cached_weights import forget_cached_weights
 from gpipebal.pipeline.layers.modules import Modules
 from gpipebal.pipeline.layers.written import ParameterWrites

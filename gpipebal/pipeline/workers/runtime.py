@@ -141,10 +141,10 @@ def _partitions(
         for buffer in layer.buffers():
             users.setdefault(id(buffer), set()).add(j)
     shared = frozenset(key for key, several in users.items() if len(several) > 1)
+    unregistered, elsewhere = _unregistered(chain, balance)
     for layer in chain:
         if isinstance(layer, Recomputed):
-            layer.keep_off(shared)
-    unregistered = _unregistered(chain, balance)
+            layer.keep_off(shared | elsewhere)
     partitions = []
     first = 0
     for j, (size, device) in enumerate(zip(balance, devices, strict=True)):
@@ -172,8 +172,14 @@ def _partitions(
     return partitions
 
 
-def _unregistered(chain: Sequence[nn.Module], balance: Sequence[int]) -> list[list[nn.Module]]:
-    """List, by partition, the modules that its layers and no others have in lists or objects."""
+def _unregistered(
+    chain: Sequence[nn.Module], balance: Sequence[int]
+) -> tuple[list[list[nn.Module]], set[int]]:
+    """List, by partition, the modules that its layers and no others have in lists or objects.
+
+    Returns:
+        These modules; and those that others have too, by ``id``.
+    """
     found = []
     first = 0
     for size in balance:
@@ -181,7 +187,9 @@ def _unregistered(chain: Sequence[nn.Module], balance: Sequence[int]) -> list[li
         first += size
     times = Counter(id(module) for of_partition in found for module in of_partition)
     times.update({id(module) for layer in chain for module in layer.modules()})
-    return [[module for module in modules if times[id(module)] == 1] for modules in found]
+    alone = [[module for module in modules if times[id(module)] == 1] for modules in found]
+    elsewhere = {id(module) for modules in found for module in modules if times[id(module)] > 1}
+    return alone, elsewhere
 
 
 def check_shared(
