@@ -14,6 +14,7 @@ import gpipebal as gb
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.profiler.memory.backward_peaks import BackwardRun, ChainedPeak, find_peaks
+from gpipebal.profiler.memory.flops import FlopCounter
 from gpipebal.skip import pop, skippable, stash
 
 pytestmark = pytest.mark.timeout(60)
@@ -491,6 +492,39 @@ def test_flops_of_fused_attention_are_those_of_its_products() -> None:
 
     result = profile(nn.Sequential(Fused()), torch.randn(2, 4, 16, 8))
     assert result.layers[0].flops == 2 * (2 * 2 * 4 * 16 * 16 * 8)
+
+
+class Pairs(nn.Module):
+    """Multiplies its input with itself by a matrix for each feature: in one kernel, or in two."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused = fused
+        self.weight = nn.Parameter(torch.randn(5, 3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = x.split([3, 4], -1)
+        if self.fused:
+            return nn.functional.bilinear(one, other, self.weight)
+        left = torch.einsum("ni,oij->noj", one, self.weight)
+        return torch.einsum("noj,nj->no", left, other)
+
+
+def test_flops_of_a_bilinear_layer_are_those_of_its_two_products() -> None:
+    """Its three inputs are multiplied in one kernel, also in its backward."""
+    fused, plain = (profile(nn.Sequential(Pairs(f)), torch.randn(6, 7)) for f in (True, False))
+    assert fused.layers[0].flops == plain.layers[0].flops == 2 * 6 * 5 * (3 * 4 + 4)
+    model = nn.Sequential(nn.Bilinear(3, 4, 5))
+    given = torch.randn(6, 3), torch.randn(6, 4)
+    for mode in (nullcontext(), torch.no_grad()):
+        with FlopCounter() as counter, mode:
+            output = model[0](*(x.requires_grad_() for x in given))
+        assert counter.total == 2 * 6 * 5 * (3 * 4 + 4)
+        if output.requires_grad:
+            with FlopCounter() as counter:
+                output.sum().backward()
+            # Once for each input and for the weight, at most as much and at least the products.
+            assert 3 * 2 * 6 * 5 * 3 * 4 <= counter.total <= 3 * 2 * 6 * 5 * (3 * 4 + 4)
 
 
 class Rounded(nn.Linear):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -38,12 +39,43 @@ def _grouped_mm(one: Tensor, other: Tensor, *_: Any, **__: Any) -> int:
     return 2 * n_products * one.shape[-2] * one.shape[-1] * other.shape[-1]
 
 
+def _trilinear(
+    one: Tensor,
+    other: Tensor,
+    third: Tensor,
+    expand1: Sequence[int],
+    expand2: Sequence[int],
+    expand3: Sequence[int],
+    summed: Sequence[int],
+    *_: Any,
+    **__: Any,
+) -> int:
+    """Multiply two tensors, and what is left of that with the third, as in a bilinear layer."""
+    first, second, last = (
+        _with_ones(tensor, places)
+        for tensor, places in ((one, expand1), (other, expand2), (third, expand3))
+    )
+    product = torch.broadcast_shapes(first, second)
+    # What the third tensor does not have is summed by then.
+    left = [1 if k in summed and k in expand3 else n for k, n in enumerate(product)]
+    return 2 * (math.prod(product) + math.prod(torch.broadcast_shapes(left, last)))
+
+
+def _with_ones(tensor: Tensor, places: Sequence[int]) -> list[int]:
+    """Return the shape of a tensor with dimensions of size one in these places."""
+    shape = list(tensor.shape)
+    for place in sorted(places):
+        shape.insert(place, 1)
+    return shape
+
+
 #: Kernels of whole algorithms that torch's own table leaves out.
 _MORE: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten.mkldnn_rnn_layer: _mkldnn_rnn,
     torch.ops.aten._cudnn_rnn: _cudnn_rnn,
     torch.ops.aten._grouped_mm: _grouped_mm,
+    torch.ops.aten._trilinear: _trilinear,
 }
 
 
