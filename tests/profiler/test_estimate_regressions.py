@@ -335,6 +335,47 @@ def test_how_many_rows_two_sparse_gradients_have_is_approximate() -> None:
         assert set(found.provenance["approximate"]) == flagged
 
 
+class Weighted(nn.Module):
+    """Adds up rows of a table, each with a weight of its own."""
+
+    def __init__(self, n_rows: int) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(n_rows, 16, mode="sum", sparse=True)
+        self.weights = nn.Parameter(torch.randn(8, 4))
+
+    def forward(self, words: Tensor) -> Tensor:
+        found: Tensor = self.bag(words, per_sample_weights=self.weights)
+        return found
+
+
+TABLES: dict[str, Callable[[int], nn.Module]] = {
+    "plain": lambda n: nn.Embedding(n, 16, sparse=True),
+    "norm": lambda n: nn.Embedding(n, 16, max_norm=1.0, sparse=True),
+    "mean": lambda n: nn.EmbeddingBag(n, 16, sparse=True),
+    "max": lambda n: nn.EmbeddingBag(n, 16, mode="max"),
+    "weighted": Weighted,
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_looking_up_a_table_does_not_read_all_of_it(name: str) -> None:
+    """What it costs depends on what is looked up; a dense gradient is of the whole table."""
+    rates = gb.DeviceRates("plain", {"float32": 1e30}, 1e6, launch_time=0.0, host_time=None)
+    words, found = torch.zeros(8, 4, dtype=torch.long), []
+    for n_rows in (1_000, 1_000_000):
+        with torch.device("meta"):
+            model = nn.Sequential(TABLES[name](n_rows))
+        options: dict[str, Any] = {"method": "estimate", "rates": rates, "rows": ()}
+        found.append(gb.profile_model(model, words, progress=False, **options).layers[0])
+    few, many = found
+    row = 4 * 16
+    for time in ("forward_time", "no_grad_forward_time"):
+        assert getattr(many, time) == getattr(few, time)
+        assert 8 * 4 * row / 1e6 <= getattr(few, time) <= 8 * (4 * 4 * row + 64) / 1e6
+    if name != "max":
+        assert many.backward_time == few.backward_time
+
+
 def test_layers_that_were_tied_since_do_not_match() -> None:
     """Nor do layers that were tied when they were profiled, and are not."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))

@@ -54,6 +54,13 @@ _PICKERS = {
     "aten::index_select",
     "aten::take",
 }
+#: Read as many rows of a table as there are indices: where both are among the arguments.
+_TABLES = {
+    "aten::_embedding_bag": (0, 1),
+    "aten::_embedding_bag_forward_only": (0, 1),
+    "aten::_embedding_bag_per_sample_weights_backward": (1, 2),
+    "aten::embedding_renorm_": (0, 1),
+}
 #: Write only some rows of their first argument.
 _PUTTERS = {
     "aten::index_add_",
@@ -213,8 +220,17 @@ def _bytes_of(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
         return 2 * written + sum(map(_extent, inputs[1:]))
     if name in _PUTTERS:
         return 3 * sum(map(_extent, inputs[1:]))
+    if name in _TABLES:
+        table, indices = (inputs[place] for place in _TABLES[name])
+        looked_up = min(indices.numel() * _bytes_per_row(table), _extent(table))
+        beside = sum(_extent(tensor) for tensor in inputs if tensor is not table)
+        return beside + looked_up + (looked_up if name.endswith("_") else written)
     first = 1 if name in _WRITERS else 0
     return written + sum(map(_extent, inputs[first:]))
+
+
+def _bytes_per_row(table: Tensor) -> int:
+    return table.shape[1] * table.element_size()
 
 
 def _extent(tensor: Tensor) -> int:
