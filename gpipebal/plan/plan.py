@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from numbers import Real
@@ -346,7 +347,7 @@ class Plan:
             )
             for name in ("schedule", "objective", "method"):
                 text_of(content[name], name)
-            content["provenance"] = object_of(content.get("provenance", {}), "provenance")
+            content["provenance"] = deepcopy(object_of(content.get("provenance", {}), "provenance"))
             plan = cls(**content)
             check_schedule_known(plan)
             check_consistent(plan)

@@ -17,6 +17,7 @@ to be another for each micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from copy import deepcopy
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -69,7 +70,7 @@ def record_of(profile: Profile) -> dict[str, Any]:
         "rows": profile.rows,
         "mini_batch_rows": profile.mini_batch_rows,
         "chunks": profile.chunks,
-        "provenance": dict(profile.provenance),
+        "provenance": deepcopy(dict(profile.provenance)),
         "step": asdict(profile.step),
         "skips": [asdict(skip) for skip in profile.skips],
         "ties": [asdict(tie) for tie in profile.ties],
@@ -117,7 +118,7 @@ def _profile(record: Any, kind: type[_Profile], *, has_others: bool = True) -> _
         skips=_each(_skip, content["skips"], "skips"),
         ties=_each(_tie, content["ties"], "ties"),
         other_sizes=tuple(_other(other, kind, k) for k, other in enumerate(others)),
-        provenance=object_of(content["provenance"], "provenance"),
+        provenance=deepcopy(object_of(content["provenance"], "provenance")),
     )
 
 

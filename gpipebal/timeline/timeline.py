@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -222,7 +223,7 @@ class Timeline:
             "source": self.source,
             "n_partitions": self.n_partitions,
             **shared,
-            "provenance": dict(self.provenance),
+            "provenance": deepcopy(dict(self.provenance)),
             "events": [list(event) for event in self.events],
         }
 
@@ -242,7 +243,7 @@ class Timeline:
             content = fields_of(content, "", cls, also=("provenance",))
             events = tuple_of(content["events"], "events")
             content["events"] = tuple(_event(event, k) for k, event in enumerate(events))
-            content["provenance"] = object_of(content["provenance"], "provenance")
+            content["provenance"] = deepcopy(object_of(content["provenance"], "provenance"))
             if content.get("devices") is not None:
                 content["devices"] = tuple_of(content["devices"], "devices")
             return cls(**content)

@@ -200,6 +200,15 @@ def test_plan_survives_a_file(
     assert str(Plan.load(path)) == str(plan)
 
 
+def test_a_record_shares_nothing_with_its_plan() -> None:
+    """Whoever changes a record leaves the plan as it is, and one that was made from it."""
+    plan = _plan(provenance={"flags": ["wide"]})
+    record = plan.to_dict()
+    again = Plan.from_dict(record)
+    record["provenance"]["flags"].append("sparse")
+    assert plan.provenance == again.provenance == {"flags": ["wide"]}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

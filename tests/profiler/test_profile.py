@@ -182,6 +182,19 @@ def test_impossible_profile_is_refused(changes: dict[str, Any], message: str) ->
         Profile(**{"layers": (_layer(),), "storages": (8,), **changes})
 
 
+def test_a_record_shares_nothing_with_its_profile() -> None:
+    """Whoever changes a record, or what a profile was made from, leaves the profile as it is."""
+    profile = Profile((_layer(),), (8, 8), rows=2, provenance={"flags": ["wide"]})
+    profile = replace(profile, other_sizes=(replace(profile, rows=4),))
+    before = json.dumps(profile.to_dict())
+    record = profile.to_dict()
+    again = Profile.from_dict(record)
+    for each in (record, *record["other_sizes"]):
+        each["provenance"]["flags"].append("sparse")
+        each["layers"][0]["name"] = "other"
+    assert json.dumps(profile.to_dict()) == json.dumps(again.to_dict()) == before
+
+
 def test_lists_of_a_profile_are_as_in_its_file(tmp_path: Path) -> None:
     """Any iterable will do: the profile has a tuple of it, as one that is read."""
     layers = (_layer(saved=[0], parameter_bytes=8, gradient_bytes=8) for _ in range(2))

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,15 @@ def test_sums_of_a_timeline() -> None:
     assert [SMALL.busy_time(j) for j in range(2)] == [5.0, 2.0]
     assert SMALL.bubble_fraction == (16 - 7) / 16
     assert SMALL.imbalance == 5.0 / 3.5
+
+
+def test_a_record_shares_nothing_with_its_timeline() -> None:
+    """Whoever changes a record leaves the timeline as it is, and one that was made from it."""
+    timeline = replace(SMALL, provenance={"flags": ["wide"]})
+    record = timeline.to_dict()
+    again = Timeline.from_dict(record)
+    record["provenance"]["flags"].append("sparse")
+    assert timeline.provenance == again.provenance == {"flags": ["wide"]}
 
 
 def test_makespan_runs_from_the_first_start() -> None:
