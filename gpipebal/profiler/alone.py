@@ -123,7 +123,7 @@ def walk_alone(
     Raises:
         GpipebalError: a layer failed at the micro-batch's own size, or, with `must`, at any.
     """
-    twins = Alike[_Twin](modules if share else ())
+    twins = Alike[_Twin](modules if share else (), by_value=True)
     notes: list[str] = []
 
     def give_up(i: int, error: GpipebalError) -> None:

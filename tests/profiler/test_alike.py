@@ -229,6 +229,78 @@ def test_values_that_layers_keep_for_themselves_make_no_difference_to_measuremen
         assert len(set(runs)) == n_measured
 
 
+class Times(nn.Module):
+    """Adds up its input several times; how many is a value of a tensor."""
+
+    def __init__(self, n: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("n", n)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([x * k for k in range(int(self.n))]).sum(0)
+
+
+class InList(Times):
+    """Has the tensor in a list."""
+
+    def __init__(self, n: Tensor) -> None:
+        super().__init__(n)
+        del self.n
+        self.of_list = [n]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([x * k for k in range(int(self.of_list[0]))]).sum(0)
+
+
+class Picks(nn.Module):
+    """Picks features by a mask, and makes as many of them again."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.arange(64) < n)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.pad(x[:, self.mask], (0, 64 - int(self.mask.sum())))
+
+
+@pytest.mark.parametrize("make", [Times, InList], ids=["buffer", "in a list"])
+def test_layers_that_count_with_a_tensor_are_told_apart_by_its_value(make: Any) -> None:
+    """With `share_identical` each has its own costs, unless the values are the same too."""
+    numbers = [1, 40, 1, 40, 7]
+    layers = [make(torch.tensor(n)) for n in numbers]
+    model = nn.Sequential(nn.Linear(8, 64), *layers)
+    options: dict[str, Any] = {"rows": (), "timeout": 0, "progress": False}
+    shared = gb.profile_model(model, torch.randn(16, 8), share_identical=True, **options)
+    alone = gb.profile_model(model, torch.randn(16, 8), one_at_a_time=True, **options)
+    of_shared, of_alone = ([x.forward_peak_bytes for x in p.layers] for p in (shared, alone))
+    assert of_shared == of_alone and len(set(of_shared[1:])) == 3
+    assert len({layer.forward_time for layer in shared.layers[1:]}) == 3
+
+
+def test_layers_that_pick_by_a_mask_are_told_apart_by_it() -> None:
+    """Otherwise what the first picks would go into the layer behind another."""
+    model = nn.Sequential(nn.Linear(8, 64), Picks(48), nn.Linear(64, 64), Picks(16))
+    brief: dict[str, Any] = {"rows": (), "timeout": 0, "progress": False}
+    shared = gb.profile_model(model, torch.randn(16, 8), share_identical=True, **brief)
+    alone = gb.profile_model(model, torch.randn(16, 8), one_at_a_time=True, **brief)
+    for one, other in zip(shared.layers, alone.layers, strict=True):
+        assert one.forward_peak_bytes == other.forward_peak_bytes
+        assert shared.bytes_of(one.saved) == alone.bytes_of(other.saved)
+
+
+def test_values_that_costs_do_not_depend_on_tell_no_layers_apart() -> None:
+    """Floating-point numbers, large tables, and what a normalisation counts."""
+    layers: list[nn.Module] = [nn.BatchNorm1d(64) for _ in range(3)]
+    for k, norm in enumerate(layers):
+        norm.num_batches_tracked.fill_(k)  # type: ignore[operator, union-attr]
+        norm.register_buffer("scale", torch.full((3,), float(k)))
+        norm.register_buffer("table", torch.full((1 << 17,), k, dtype=torch.int8))
+    model = nn.Sequential(nn.Linear(8, 64), *layers)
+    brief: dict[str, Any] = {"rows": (), "timeout": 0, "progress": False}
+    profile = gb.profile_model(model, torch.randn(16, 8), share_identical=True, **brief)
+    assert len({layer.forward_time for layer in profile.layers[1:]}) == 1
+
+
 def test_modules_are_left_as_they_were() -> None:
     """After a block, also one that fails, attributes are found as before it."""
     layer = Placed(3)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import types
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from gpipebal.pipeline.layers.attributes import tensors_in
-from gpipebal.pipeline.values.tensors import has_storage, plain_parts
+from gpipebal.pipeline.values.tensors import bytes_of, has_storage, plain_parts
 from gpipebal.profiler.replicas.harmless import tensors_reached
 from gpipebal.profiler.replicas.reads import EVERYTHING, reads_unseen
 
@@ -26,6 +28,9 @@ _LOOKED_AT = ("_parameters", "_buffers", "_modules")
 #: it is the same object.
 _DEPTH = 4
 _CONTAINERS = frozenset({dict, OrderedDict, list, tuple, set})
+#: Whole numbers and truth values may decide what runs: they are compared up to so many bytes.
+_SMALL = 1 << 16
+_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 
 
@@ -51,15 +56,16 @@ class Alike(Generic[T]):
 
     Args:
         layers: All layers.
+        by_value: Whether their tensors have values that they may look at.
 
     Attributes:
         count: Of how many layers and inputs something is known.
     """
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, layers: Sequence[nn.Module], *, by_value: bool = False) -> None:
         self.count = 0
         self._layers = layers
-        self._identities = [identity_of(layer) for layer in layers]
+        self._identities = [identity_of(layer, by_value=by_value) for layer in layers]
         options: dict[Hashable, set[Hashable]] = {}
         for one in self._identities:
             options.setdefault(one.form, set()).add(one.options)
@@ -106,24 +112,32 @@ class Alike(Generic[T]):
         self._known.clear()
 
 
-def identity_of(layer: nn.Module) -> Identity:
+def identity_of(layer: nn.Module, *, by_value: bool = False) -> Identity:
     """Return what two layers have in common only if they cost the same for the same input.
 
     That is more than a fingerprint, which leaves out private attributes: it includes classes,
     options, shapes of parameters and buffers and which of them are the same, modes, and every
     attribute. Objects count as equal only if they are one object, as a shared configuration is.
+
+    Args:
+        layer: The layer.
+        by_value: Whether it includes the values of small tensors of whole numbers or truth values
+            too: a layer may count with them, or pick elements by them.
     """
     known: dict[int, int] = {}
     options: list[tuple[str, Hashable]] = []
+    kind_of = _with_values if by_value else _kind_of
 
-    def tensors(named: Mapping[str, Tensor | None]) -> Hashable:
+    def tensors(module: nn.Module, named: Mapping[str, Tensor | None]) -> Hashable:
+        # How many micro-batches a normalisation has seen is nothing that costs depend on.
+        kind = _kind_of if isinstance(module, _NormBase) else kind_of
         return tuple(
-            (name, None if t is None else (known.setdefault(id(t), len(known)), *_kind_of(t)))
+            (name, None if t is None else (known.setdefault(id(t), len(known)), *kind(t)))
             for name, t in named.items()
         )
 
     def attribute(name: str, value: Any) -> Hashable:
-        described = _plain(value, _DEPTH)
+        described = _plain(value, _DEPTH, kind_of)
         if not _is_option(value):
             return name, described
         options.append((name, described))
@@ -133,8 +147,8 @@ def identity_of(layer: nn.Module) -> Identity:
         (
             path,
             type(module),
-            tensors(module._parameters),
-            tensors(module._buffers),
+            tensors(module, module._parameters),
+            tensors(module, module._buffers),
             tuple(
                 attribute(name, value)
                 for name, value in (*vars(module).items(), *_in_slots(module))
@@ -182,16 +196,26 @@ def _kind_of(tensor: Tensor) -> tuple[Hashable, ...]:
     return (type(tensor), tuple(tensor.shape), lies, tensor.dtype, tensor.requires_grad)
 
 
-def _plain(value: Any, depth: int) -> Hashable:
+def _with_values(tensor: Tensor) -> tuple[Hashable, ...]:
+    """Describe a tensor also by its values, if they may steer a layer and are few."""
+    kind = _kind_of(tensor)
+    if bytes_of(tensor) > _SMALL:
+        return kind
+    parts = [part for part in plain_parts(tensor) if has_storage(part) and part.dtype in _WHOLE]
+    values = [part.detach().cpu().numpy().tobytes() for part in parts if not part.is_meta]
+    return *kind, *(hashlib.sha256(each).digest() for each in values)
+
+
+def _plain(value: Any, depth: int, kind_of: Callable[[Tensor], tuple[Hashable, ...]]) -> Hashable:
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
         return id(value)
     if isinstance(value, Tensor):
-        return "tensor", *_kind_of(value)
+        return "tensor", *kind_of(value)
     if depth and isinstance(value, Mapping):
         items: Sequence[Any] = [x for pair in value.items() for x in pair]
-        return type(value), tuple(_plain(item, depth - 1) for item in items)
+        return type(value), tuple(_plain(item, depth - 1, kind_of) for item in items)
     if depth and isinstance(value, (list, tuple, set, frozenset)):
-        return type(value), tuple(_plain(item, depth - 1) for item in value)
+        return type(value), tuple(_plain(item, depth - 1, kind_of) for item in value)
     return id(value)
