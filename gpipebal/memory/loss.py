@@ -11,7 +11,7 @@ from gpipebal.memory.layer_peaks import backward_peak
 from gpipebal.problem.checks import check_flag
 from gpipebal.profile import LayerProfile, Profile
 
-__all__ = ["AroundLoss", "around_loss", "is_loss_inside", "loss_of_micro_batch"]
+__all__ = ["AroundLoss", "around_loss", "is_loss_inside", "loss_of_micro_batch", "new_output"]
 
 
 class AroundLoss(NamedTuple):
@@ -76,6 +76,25 @@ def loss_of_micro_batch(profile: Profile) -> LayerProfile:
     )
 
 
+def new_output(cell: Cell, chunks: int, *, again: bool) -> int:
+    """Return the bytes that the output of a micro-batch adds to what its cell holds anyway.
+
+    An output may be a part of the graph or, as a view of the cell's input, of what is kept for the
+    recompute. Only a partition whose outputs are the caller's has any.
+
+    Args:
+        cell: The partition's.
+        chunks: Micro-batches of the mini-batch.
+        again: Whether the micro-batch is recomputed.
+    """
+    if not cell.gives_outputs:
+        return 0
+    held = cell.kept_input if again else cell.graph
+    if again and chunks == 1:  # the caller has the output itself, until the backward is over
+        held &= cell.entering
+    return cell.bytes_of(cell.outputs - held)
+
+
 def around_loss(
     cell: Cell, chunks: int, outputs: int, *, gradients_exist: bool = False
 ) -> AroundLoss:
@@ -84,7 +103,7 @@ def around_loss(
     Args:
         cell: The last partition's.
         chunks: Micro-batches of the mini-batch.
-        outputs: Bytes of the outputs of all micro-batches that no graph holds, without those that
+        outputs: Bytes of the outputs of all micro-batches that no cell holds, without those that
             are the caller's input.
         gradients_exist: Whether the loss's parameters have gradients before the step.
     """

@@ -19,6 +19,7 @@ from gpipebal.memory.loss import (
     around_loss,
     is_loss_inside,
     loss_of_micro_batch,
+    new_output,
 )
 from gpipebal.memory.waiting import Waiting, number_type
 from gpipebal.plan import PeakMemory
@@ -219,35 +220,35 @@ class _Row:
         }
         self._held = {again: cell.held(again=again) for again in (False, True)}
         self._new_graph = cell.bytes_of(cell.graph - cell.handed_again) + cell.saved_buffers
-        self._find_outputs(chunks, n_recorded=chunks - int(recomputed.sum()))
+        self._find_outputs(chunks, int(recomputed.sum()))
         self._numbers = self._number_type(chunks, max(waits or (0,)))
         # The place after the last forward.
         self._turn = int(np.searchsorted(np.cumsum(kinds == F), chunks)) + 1
         self._add_up(waits)
 
-    def _find_outputs(self, chunks: int, n_recorded: int) -> None:
+    def _find_outputs(self, chunks: int, n_recomputed: int) -> None:
         """Find out what the caller gets from the partition, and what the loss adds to it.
 
         Args:
             chunks: Micro-batches of a mini-batch.
-            n_recorded: Those whose forward records a graph, which has some of the outputs already.
+            n_recomputed: Those whose cells keep their input, which has some of the outputs already;
+                the graphs of the others do.
         """
         cell = self._cell
         self._around: AroundLoss | None = None
         self._always = cell.of_loss(chunks)
         # Of losses only the numbers are kept.
-        self._output = self._output_in_graph = 0
+        self._output = {again: new_output(cell, chunks, again=again) for again in (False, True)}
         if cell.gives_outputs:
-            self._output = cell.bytes_of(cell.outputs)
-            self._output_in_graph = cell.bytes_of(cell.outputs & cell.graph)
-            given = chunks * self._output - n_recorded * self._output_in_graph
+            given = n_recomputed * self._output[True]
+            given += (chunks - n_recomputed) * self._output[False]
             self._around = around_loss(cell, chunks, given, gradients_exist=self._gradients_exist)
             self._always = self._around.always
 
     def _number_type(self, chunks: int, waiting: int) -> Any:
         """Return the type of numbers that holds all sums."""
         needed = map(sum, self._own.values())
-        largest = max([*self._held.values(), self._new_graph, self._output, *needed])
+        largest = max(*self._held.values(), *self._output.values(), self._new_graph, *needed)
         beside = self._always + self._callers + waiting
         beside += self._around.stays if self._around else 0
         return number_type(largest * (chunks + 2) + beside)
@@ -286,10 +287,8 @@ class _Row:
         return {"F": self._held[way.again], "R": self._new_graph, "B": 0}[way.kind]
 
     def _given_by(self, way: _Way) -> int:
-        """Return what a forward adds to those outputs of the caller's that no graph has."""
-        if way.kind != "F":
-            return 0
-        return self._output - (0 if way.again else self._output_in_graph)
+        """Return what a forward adds to those outputs of the caller's that no cell has."""
+        return self._output[way.again] if way.kind == "F" else 0
 
     def moments(self) -> Iterator[Moment]:
         """Yield the highest moments up to the last forward, between the phases, and after."""

@@ -8,7 +8,7 @@ from gpipebal.argument_kinds import check_kind
 from gpipebal.memory.cell import Cell, Moment
 from gpipebal.memory.fixed import fixed_memory
 from gpipebal.memory.layer_runs import with_runs
-from gpipebal.memory.loss import around_loss
+from gpipebal.memory.loss import around_loss, new_output
 from gpipebal.memory.partitions import cells_of
 from gpipebal.memory.waiting import streams_of
 from gpipebal.plan import Plan
@@ -106,10 +106,6 @@ def _held(
 def _of_micro_batch(cell: Cell, chunks: int, *, again: bool) -> CellBytes:
     held = cell.held(again=again)
     graph = cell.bytes_of(cell.graph - cell.handed_again) if again else held
-    # The last partition's outputs are kept for the caller; of a loss only the number.
-    output = cell.outputs if cell.gives_outputs else frozenset()
-    if not again:
-        output -= cell.graph
     gradients = cell.all_gradients
     first_backward, backward = (
         cell.backward(again=again, gradients_exist=exist, kept=cell.kept_of(chunks, again=again))
@@ -122,7 +118,8 @@ def _of_micro_batch(cell: Cell, chunks: int, *, again: bool) -> CellBytes:
         recompute=_most(cell.recompute(gradients_exist=False), graph),
         first_backward=_most(first_backward, graph),
         backward=_most(backward, graph + gradients),
-        output=cell.bytes_of(output),
+        # The last partition's outputs are kept for the caller; of a loss only the number.
+        output=new_output(cell, chunks, again=again),
     )
 
 

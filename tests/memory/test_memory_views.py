@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from counted_memory import squares
+from counted_memory import WAYS, count, least_and_most, measured, squares
 from torch import nn
 
 import gpipebal as gb
@@ -186,3 +186,43 @@ def test_a_forward_at_a_cut_makes_its_output(
     for records, tensors in ((True, recorded), (False, unrecorded)):
         (moment,) = cell.forward(records=records, gradients_exist=False)
         assert sum(moment) == tensors * 4 * 8 * 4
+
+
+class Part(nn.Module):
+    """Returns a part of its input, a view, and beside it something new or nothing."""
+
+    def __init__(self, beside: bool) -> None:
+        super().__init__()
+        self.beside = beside
+
+    def forward(self, x: torch.Tensor) -> Any:
+        part = x[:, : x.shape[1] // 8]
+        return (part, part[:, :8].tanh()) if self.beside else part
+
+
+def both(output: Any) -> torch.Tensor:
+    """Take the mean of squares of all outputs."""
+    outputs = output if isinstance(output, tuple) else (output,)
+    return torch.stack([squares(each) for each in outputs]).sum()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("beside", [False, True])
+def test_an_output_that_is_kept_for_the_recompute_anyway_counts_once(
+    beside: bool, chunks: int, way: tuple[str, Any]
+) -> None:
+    """The last partition returns a view of its input, whose memory its cells hold."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 512), Part(beside))
+    inputs, (step, checkpoint) = torch.randn(96, 64), way
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.0)
+    profile = measured(layers, inputs, chunks=chunks, loss_fn=both, optimizer=optimizer)
+    for balance in ([2, 1], [1, 2]):
+        mode = ["always", "never"] if checkpoint == "mixed" else checkpoint
+        least, most = least_and_most(profile, balance, mode, step)
+        pipe = GPipe(layers, balance, chunks=chunks, checkpoint=mode)
+        counted = count(pipe, inputs, step, optimizer, both)[-1]
+        # Beside the numbers of the losses.
+        assert counted <= most[-1].total + 64 * chunks
+        assert counted * 1.01 >= least[-1].total

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +78,7 @@ class RunPeaks:
         self._kept_buffers = kept[self._ends][None, :] - kept[self.firsts][:, None]
         self._graphs = self._at_ends(tables.kept)
         if chain.loss is not None:
-            self._graphs[:, -1] -= self._in_graph(chain.loss.outputs)
+            self._graphs[:, -1] -= ~self._idle[:, -1] * tables.in_graphs(chain.loss.outputs)
         self._handed = self._at_ends(tables.handed)
         #: What the forward of each layer needs if a run begins with it.
         self._first_peaks = {
@@ -150,16 +150,6 @@ class RunPeaks:
             idle[:, end - 1] = (self.firsts <= something) & (self.firsts > gradient)
         return idle
 
-    def _in_graph(self, storages: Iterable[int]) -> Table:
-        """Return the bytes of storages that the runs to the end hold."""
-        tables = self._tables
-        total = self._column([0] * len(self.firsts))
-        for storage in set(storages):
-            held = tables.inputs.comes_in(storage, self._n) < self._chain.never
-            held &= self.firsts > self._chain.others_until.get(storage, -1)
-            total += (held & ~self._idle[:, -1]) * self._chain.bytes[storage]
-        return total
-
     def peaks(self, moments: Sequence[RowMoment], *, gradients_exist: bool) -> Table:
         """Return the highest of the moments of each run.
 
@@ -213,9 +203,16 @@ class RunPeaks:
         at = np.searchsorted(places, self.firsts, side="right") - 1
         cells = [Cell(profile, first, n, None, self._shared) for first in places]
         sizes = self._column([cell.bytes_of(outputs) for cell in cells])
-        size, in_graph = sizes[at], self._in_graph(outputs)
-        at_loss = next(moment for moment in moments if moment.kind == "L")
-        given = self._chunks * size - at_loss.n_graphs * in_graph
+        size, is_held = sizes[at], ~self._idle[:, -1]
+        in_graph = is_held * self._tables.in_graphs(outputs)
+        in_input = is_held * self._tables.in_inputs(outputs, kept=self._chunks == 1)
+
+        def given_by(moment: RowMoment) -> Table:
+            """Return what the outputs add to the cells that wait."""
+            done = moment.n_graphs + moment.n_inputs
+            return done * size - moment.n_graphs * in_graph - moment.n_inputs * in_input
+
+        given = given_by(next(moment for moment in moments if moment.kind == "L"))
         ways = list(zip(at.tolist(), given.tolist(), strict=True))
         found = {
             (k, n_bytes): around_loss(
@@ -233,8 +230,7 @@ class RunPeaks:
                 return always + after
             if moment.forwards_done:
                 return always + stays
-            done = moment.n_graphs + moment.n_inputs
-            return always + done * size - moment.n_graphs * in_graph
+            return always + given_by(moment)
 
         return beside
 

@@ -94,6 +94,36 @@ class StorageTables:
                 rectangles.append((0, begin, begin, stop, number))
         return self._filled(rectangles)
 
+    def in_graphs(self, storages: Iterable[int]) -> Table:
+        """Return the bytes of storages that the graphs of the runs to the last end hold."""
+        last, never = self.chain.profile.n_layers, self.chain.never
+        return self._of_last(
+            (storage, self.inputs.comes_in(storage, last) < never) for storage in set(storages)
+        )
+
+    def in_inputs(self, storages: Iterable[int], *, kept: bool) -> Table:
+        """Return the bytes of storages that are in the input of the runs to the last end.
+
+        Args:
+            storages: The storages.
+            kept: Only of those that the runs keep until the backward, saved or not.
+        """
+        found = []
+        for storage in set(storages):
+            held = self.inputs.have(storage, self.chain.profile.n_layers)
+            if kept:
+                held &= self.chain.are_kept(storage, self.firsts)
+            found.append((storage, held))
+        return self._of_last(found)
+
+    def _of_last(self, held: Iterable[tuple[int, Table]]) -> Table:
+        """Add up storages, each in those rows that have it as their own."""
+        total: Table = np.zeros(len(self.firsts), dtype=self.kind)
+        for storage, rows in held:
+            own = self.firsts >= self._own_from(storage)
+            total += (rows & own) * self.chain.bytes[storage]
+        return total
+
     @cached_property
     def handed(self) -> Table:
         """Bytes of what the runs to each end keep of what they pass on.
