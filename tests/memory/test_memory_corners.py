@@ -285,3 +285,23 @@ def test_an_input_that_a_later_layer_writes_to_is_copied_at_the_beginning(
     model = nn.Sequential(nn.Linear(8, 256), first, *rest)
     counted, planned, _ = compared(model, torch.randn(64, 8), [1, 4], checkpoint=checkpoint)[1]
     assert 0.99 * counted <= planned <= 1.03 * counted
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_weight_that_each_forward_makes_counts_once_more_as_an_attribute(
+    chunks: int, checkpoint: str
+) -> None:
+    """Alone it is held where its micro-batch has ended: in the optimizer's step, for example."""
+    layers = [nn.utils.weight_norm(nn.Linear(128, 128)) for _ in range(3)]
+    model, weight = nn.Sequential(*layers), 4 * 128 * 128
+    inputs = torch.randn(4 * chunks, 128)
+    for make in (torch.optim.Adam, torch.optim.SGD):
+        for inside in (True, False):
+            found = compared(
+                model, inputs, [3], chunks=chunks, checkpoint=checkpoint, inside=inside,
+                optimizer=make,
+            )  # fmt: skip
+            ((counted, planned, _),) = found
+            assert counted - 64 <= planned <= 1.02 * counted + (3 * weight if chunks > 1 else 0)
