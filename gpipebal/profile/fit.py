@@ -8,12 +8,23 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-__all__ = ["SURE", "TOLERANCE", "count_at", "fit_line", "interpolate", "time_at"]
+__all__ = [
+    "SURE",
+    "TOLERANCE",
+    "count_at",
+    "fit_line",
+    "interpolate",
+    "is_rising_line",
+    "peak_at",
+    "time_at",
+]
 
 #: No measured time is taken to be more certain than this, as a fraction of it.
 SURE = 0.01
 #: A fit is bad where it misses a time by more than its spread and more than this fraction of it.
 TOLERANCE = 0.03
+#: A peak is a line in the rows if it is off by no more than this fraction between the outermost.
+STRAIGHT = 0.01
 
 
 def time_at(points: Sequence[tuple[int, float, float]], rows: int) -> tuple[float, bool]:
@@ -71,6 +82,60 @@ def count_at(points: Sequence[tuple[int, int]], rows: int) -> int:
 def _count_at(points: tuple[tuple[int, int], ...], rows: int) -> int:
     value, parts = _on_line(_around(points, rows), rows)
     return -(-value // parts)
+
+
+def peak_at(
+    points: Sequence[tuple[int, int]], rows: int, fixed: int = 0, *, turns: bool = False
+) -> int:
+    """Return the largest of several sums of bytes at these rows, of each of which is a line.
+
+    Between the points it is interpolated, which is no less than such a largest. Beyond them a line
+    goes on as it is if it rises and all points are on it. If not, another sum may be the largest
+    there. With more rows it is at most in proportion to the last point, as no sum is negative at
+    zero rows; with fewer it is at most between the first point and what there is at zero rows.
+
+    Args:
+        points: Rows and bytes of the measured sizes, in ascending order of rows.
+        rows: Rows to find the peak at.
+        fixed: The most that there is at zero rows, as far as it is known: gradients of parameters.
+        turns: Whether another sum will be the largest with more rows, wherever the points are.
+
+    Example:
+        >>> peak_at([(2, 20), (4, 40), (8, 80)], 16), peak_at([(2, 60), (4, 50), (8, 40)], 16)
+        (160, 80)
+        >>> peak_at([(2, 60), (4, 50), (8, 40)], 1, fixed=80)
+        70
+    """
+    return _peak_at(tuple(points), rows, fixed, turns)
+
+
+@lru_cache(maxsize=1 << 15)
+def _peak_at(points: tuple[tuple[int, int], ...], rows: int, fixed: int, turns: bool) -> int:
+    found = _count_at(points, rows)
+    (first, at_first), (last, at_last) = points[0], points[-1]
+    goes_on = not turns and is_rising_line(points)
+    if first <= rows <= last or goes_on:
+        return found
+    if rows > last:
+        return max(found, -(-at_last * rows // last))
+    (second, at_second) = points[1]
+    fall = at_first - at_second
+    if fall <= 0:
+        return found
+    at_zero = max(fixed, at_first + -(-fall * first // (second - first)))
+    return max(found, at_first + -(-(at_zero - at_first) * (first - rows) // first))
+
+
+def is_rising_line(points: Sequence[tuple[int, int]]) -> bool:
+    """Tell whether points are on one line that does not fall.
+
+    Example:
+        >>> is_rising_line([(2, 20), (4, 20), (8, 20)]), is_rising_line([(2, 9), (4, 5), (8, 7)])
+        (True, False)
+    """
+    ends = [points[0], points[-1]]
+    off = (abs(value - interpolate(ends, r)) - Fraction(STRAIGHT) * value for r, value in points)
+    return points[0][1] <= points[-1][1] and all(each <= 0 for each in off)
 
 
 def fit_line(points: Sequence[tuple[int, float, float]]) -> tuple[float, float]:

@@ -12,10 +12,10 @@ result are those of the measured sizes, which must be the same. A measured size 
 from those of the size nearest to the one asked for (because another algorithm was chosen there) is
 left out of the bytes, and named in the provenance.
 
-**Beyond the measured sizes** a fit goes on as it is, and interpolated values as `fit.interpolate`
-says. **One size alone** tells nothing about the overhead: all costs grow in proportion to the rows,
-except for buffers and for the gradients of parameters in the peaks of a backward, which stay as
-they are.
+**Beyond the measured sizes** a fit goes on as it is, interpolated values as `fit.interpolate`
+says, and peaks, each the largest of several moments, as `fit.peak_at` says. **One size alone**
+tells nothing about the overhead: all costs grow in proportion to the rows, except for buffers and
+for the gradients of parameters in the peaks of a backward, which stay as they are.
 
 **Terms of the mini-batch** (gather, the loss over it, the optimizer) do not depend on the rows of a
 micro-batch: they are those of the profile, or in proportion to other rows of the mini-batch.
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpipebal.argument_kinds import whole_number
 from gpipebal.errors import ProfileError
-from gpipebal.profile.fit import count_at, time_at
+from gpipebal.profile.fit import count_at, is_rising_line, peak_at, time_at
 from gpipebal.profile.layer import LayerProfile, StepTerms
 
 if TYPE_CHECKING:
@@ -82,6 +82,9 @@ _WITH_GRADIENTS = (
     "chained_peak_bytes",
     "chained_accumulating_peak_bytes",
 )
+_PEAKS = ("forward_peak_bytes", "no_grad_forward_peak_bytes")
+#: Those of a backward in pairs: where gradients exist already, and where they do not.
+_IN_PAIRS = tuple(zip(_WITH_GRADIENTS[1::2], _WITH_GRADIENTS[::2], strict=True))
 #: A measured size of a layer: its rows, and what it costs.
 _Size = tuple[int, LayerProfile]
 
@@ -188,10 +191,33 @@ def _layer_at(
         if unknown:
             found[name] = None
         elif len(counts) > 1:
-            found[name] = count_at(counts, rows)
+            found[name] = (peak_at if name in _PEAKS else count_at)(counts, rows)
         else:
             found[name] = _in_proportion(name, alike[0], rows)
+    if len(alike) > 1:
+        found |= _backward_peaks(nearest, alike, rows)
     return replace(nearest, **found)
+
+
+def _backward_peaks(nearest: LayerProfile, alike: Sequence[_Size], rows: int) -> dict[str, int]:
+    """Return the peaks of a layer's backward at these rows, as far as they are known.
+
+    With few rows they are at its end, when all gradients of parameters are there and what was saved
+    is freed, and fall as the rows grow. With many they are at its beginning, and grow. If the
+    measured sizes of one are on both sides, or on the first, the others may turn at the largest.
+    """
+    points = {name: [(r, getattr(x, name)) for r, x in alike] for name in _WITH_GRADIENTS}
+    points = {name: each for name, each in points.items() if None not in dict(each).values()}
+    turns = not all(map(is_rising_line, points.values()))
+    found, fixed = dict[str, int](), nearest.gradient_bytes
+    for accumulating, first in _IN_PAIRS:
+        for name in {accumulating, first} & points.keys():
+            found[name] = peak_at(points[name], rows, fixed * (name == first), turns=turns)
+        if {accumulating, first} <= found.keys() and rows > alike[-1][0]:
+            # The first backward has no more at any moment, besides the gradients that it makes.
+            most = max(fixed + found[accumulating], count_at(points[first], rows))
+            found[first] = min(found[first], most)
+    return found
 
 
 def _in_proportion(name: str, known: _Size, rows: int) -> int:

@@ -8,10 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import gpipebal as gb
 from gpipebal.errors import ProfileError
+from gpipebal.memory import partition_memory
 from gpipebal.profile import LayerProfile, Profile, SkipProfile, StepTerms
 from gpipebal.profile.fit import SURE, TOLERANCE, fit_line, interpolate, time_at
 
@@ -296,3 +300,47 @@ def test_numpy_numbers_are_rows() -> None:
     found = size(4).at_rows(np.int64(3), mini_batch_rows=np.int32(12))
     assert found == size(4).at_rows(3, mini_batch_rows=12)
     assert type(found.rows) is type(found.mini_batch_rows) is int
+
+
+def encoder(width: int, tokens: int, **options: Any) -> tuple[nn.Sequential, torch.Tensor]:
+    """Make a chain of layers whose backward has its peak at the end, or at the beginning."""
+    made = [nn.TransformerEncoderLayer(width, 4, batch_first=True, **options) for _ in range(2)]
+    model = nn.Sequential(nn.Linear(width, width), *made, nn.Linear(width, width))
+    return model, torch.empty(64, tokens, width)
+
+
+@pytest.mark.parametrize(("feedforward", "tokens"), [(2, 16), (4, 16), (4, 2)])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_peaks_that_fall_before_they_rise_are_not_too_low_at_other_rows(
+    feedforward: int, tokens: int, norm_first: bool
+) -> None:
+    """With few rows they are where gradients are made, with many where most is saved."""
+    model, sample = encoder(
+        128, tokens, dim_feedforward=feedforward * 128, norm_first=norm_first, dropout=0.0
+    )
+    options: dict[str, Any] = {"method": "estimate", "rates": "CPU core", "progress": False}
+    profile = gb.profile_model(model, sample, chunks=16, **options)
+    for rows, least, most in ((1, 0.98, 1.12), (16, 0.995, 1.2), (32, 0.995, 1.5)):
+        exact = gb.profile_model(model, sample, chunks=64 // rows, rows=(), **options)
+        for schedule, checkpoint in (("gpipe", "always"), ("1f1b", "never")):
+            peaks, wanted = (
+                partition_memory(
+                    each, (0, 2, 4), chunks=64 // rows, checkpoint=checkpoint, schedule=schedule
+                )
+                for each in (profile.at_rows(rows), exact)
+            )
+            for one, other in zip(peaks, wanted, strict=True):
+                assert least * other.total <= one.total <= most * other.total
+
+
+def test_peaks_that_are_lines_stay_exact_at_other_rows() -> None:
+    """Most layers need the more the more rows there are, and gradients as large as ever."""
+    layers = [nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64), nn.ReLU()]
+    model, sample = nn.Sequential(*layers), torch.empty(64, 64)
+    options: dict[str, Any] = {"method": "estimate", "rates": "CPU core", "progress": False}
+    profile = gb.profile_model(model, sample, chunks=16, **options)
+    for rows in (1, 16, 32):
+        exact = gb.profile_model(model, sample, chunks=64 // rows, rows=(), **options)
+        for one, other in zip(profile.at_rows(rows).layers, exact.layers, strict=True):
+            for name in ("forward_peak_bytes", "backward_peak_bytes", "accumulating_peak_bytes"):
+                assert getattr(one, name) == getattr(other, name)
