@@ -10,6 +10,7 @@ from gpipebal.memory.cell import Cell
 from gpipebal.memory.layer_peaks import backward_peak
 from gpipebal.problem.checks import check_flag
 from gpipebal.profile import LayerProfile, Profile
+from gpipebal.profile.sizes import target_bytes
 
 __all__ = ["AroundLoss", "around_loss", "is_loss_inside", "loss_of_micro_batch", "new_output"]
 
@@ -143,6 +144,9 @@ def _whole_loss(profile: Profile, chunks: int) -> tuple[LayerProfile, int, int]:
             if set(step.gathered) == set(last.outputs):  # the output of one micro-batch
                 gradient += profile.further_gradients(profile.n_layers - 1)
         loss = _at_chunks(step.whole_loss, chunks, profile.chunks)
+        if profile.mini_batch_rows:
+            rows = -(-profile.mini_batch_rows * chunks // profile.chunks)
+            loss = replace(loss, buffer_bytes=target_bytes(profile, step.whole_loss, rows))
     elif step.loss is not None:
         loss = _at_chunks(step.loss, chunks, 1)
     else:

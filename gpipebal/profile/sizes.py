@@ -37,7 +37,7 @@ from gpipebal.profile.layer import LayerProfile, StepTerms
 if TYPE_CHECKING:
     from gpipebal.profile.profile import Profile
 
-__all__ = ["at_rows"]
+__all__ = ["at_rows", "target_bytes"]
 
 #: Most rows that a micro-batch can have here.
 _MOST_ROWS = 2**31 - 1
@@ -134,7 +134,10 @@ def _between(
     if loss is not None:
         known = [(size.rows, size.step.loss) for size in sizes if size.step.loss is not None]
         same = [(size.rows, size.step.loss) for size in alike if size.step.loss is not None]
-        target = count_at([(r, found.buffer_bytes) for r, found in same], rows)
+        if len(same) > 1 or nearest.step.whole_loss is None:
+            target = count_at([(r, found.buffer_bytes) for r, found in same], rows)
+        else:
+            target = target_bytes(nearest, nearest.step.whole_loss, rows)
         loss = replace(_layer_at(loss, known, same, rows, bad_fits), buffer_bytes=target)
     by_rows = _named(nearest) - set(nearest.common_inputs) - nearest.keepers.keys()
     storages = [
@@ -270,6 +273,9 @@ def _with_whole_terms(
             saved=tuple(number[index] for index in whole.saved),
             outputs=tuple(number[index] for index in whole.outputs),
         )
+        if profile.step.whole_loss is not None:
+            target = target_bytes(profile, profile.step.whole_loss, mini_batch_rows)
+            whole = replace(whole, buffer_bytes=target)
     gather_time = profile.step.gather_time
     if gather_time is not None:
         gather_time, _ = time_at([(profile.mini_batch_rows, gather_time, 0.0)], mini_batch_rows)
@@ -291,6 +297,24 @@ def _scaled(whole: LayerProfile, rows: int, to_rows: int) -> LayerProfile:
     target = count_at([(rows, whole.buffer_bytes)], to_rows)
     size = [(rows, whole)]
     return replace(_layer_at(whole, size, size, to_rows, []), buffer_bytes=target)
+
+
+def target_bytes(profile: Profile, whole: LayerProfile, rows: int) -> int:
+    """Return the bytes of a target of so many rows.
+
+    What parts of it without rows take is told by the targets of a micro-batch and of the
+    mini-batch; if one is not known, the target is in proportion to the rows.
+
+    Args:
+        profile: The chain's costs.
+        whole: Its loss over the mini-batch.
+        rows: The rows.
+    """
+    known = [(profile.mini_batch_rows, whole.buffer_bytes)]
+    loss = profile.step.loss
+    if loss is not None and 0 < profile.rows < profile.mini_batch_rows:
+        known.insert(0, (profile.rows, loss.buffer_bytes))
+    return count_at(known, rows)
 
 
 def _sets(profile: Profile) -> tuple[Any, ...]:

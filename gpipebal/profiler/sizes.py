@@ -349,10 +349,12 @@ class Study:
             self.device,
         )
         try:
+            target = self._data.target_of(sizes)
             if self._is_alone:
-                terms = scaled_gathered(*given, loss, most_bytes(self.modules, size.found.memory))
+                free = most_bytes(self.modules, size.found.memory)
+                terms = scaled_gathered(*given, loss, target, free)
             if terms is None:
-                terms = measure_gathered(*given, self._loss_fn, self._data.target_of(sizes))
+                terms = measure_gathered(*given, self._loss_fn, target)
             else:
                 self.notes.append(
                     f"the gathered output at {count(size.rows, 'row')} is scaled, not measured"

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gpipebal as gb
+from gpipebal.memory.cell import Cell
+from gpipebal.memory.loss import around_loss
 from gpipebal.pipeline import GPipe, measure_memory
 from gpipebal.pipeline.layers.buffers import SMALL
 
@@ -151,3 +153,38 @@ def test_what_a_loss_shares_with_layers_counts_once(method: Any) -> None:
     for one in (profile.step.loss, profile.step.whole_loss):
         assert one is not None
         assert (one.parameter_bytes, one.gradient_bytes) == (8 * WIDTH, 8 * WIDTH)
+
+
+def with_constants(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    """Compare with one part of the target, and use the other, which has no rows."""
+    wanted, constants = target
+    return (output - wanted).square().mean() + constants.sum()
+
+
+def profile_with_constants(rows: int, chunks: int, **how: Any) -> gb.Profile:
+    """Profile a layer whose target is mostly constants: 40 kB beside 32 bytes for each row."""
+    options: dict[str, Any] = {"rows": (), "progress": False, "loss_fn": with_constants}
+    options |= {"target": (torch.randn(rows, 8), torch.randn(10_000)), "target_dims": (0, None)}
+    model, sample = nn.Sequential(nn.Linear(8, 8)), torch.randn(rows, 8)
+    return gb.profile_model(model, sample, chunks=chunks, **options, **how)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(("chunks", "others"), [(16, 4), (4, 16)])
+def test_parts_of_a_target_without_rows_do_not_grow_with_them(
+    way: dict[str, Any], chunks: int, others: int
+) -> None:
+    """Whether the loss is measured, scaled up, or asked for at other rows and micro-batches."""
+    constants, row = 4 * 10_000, 4 * 8
+    profile = profile_with_constants(4 * chunks, chunks, **way)
+    loss, whole = profile.step.loss, profile.step.whole_loss
+    assert loss is not None and whole is not None
+    assert loss.buffer_bytes == constants + 4 * row
+    assert whole.buffer_bytes == constants + 4 * chunks * row
+    other = profile.at_rows(8, mini_batch_rows=8 * others)
+    loss, whole = other.step.loss, other.step.whole_loss
+    assert loss is not None and whole is not None
+    assert loss.buffer_bytes == constants + 8 * row
+    assert whole.buffer_bytes == constants + 8 * others * row
+    cell = Cell(profile, 0, 1, None, shared_memory=True)
+    assert around_loss(cell, others, 0).always == constants + 4 * others * row

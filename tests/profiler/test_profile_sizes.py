@@ -263,7 +263,7 @@ def test_one_size_grows_in_proportion_and_says_so() -> None:
 def test_terms_of_the_mini_batch_come_from_the_profile() -> None:
     """The loss over the mini-batch, its storages and the gather do not go by the rows."""
     profile = several([2, 4])
-    whole = LayerProfile("loss", "f", 1.0, 2.0, 1.0, saved=(4,), outputs=(5,), buffer_bytes=64)
+    whole = LayerProfile("loss", "f", 1.0, 2.0, 1.0, saved=(4,), outputs=(5,), buffer_bytes=5 * 64)
     step = replace(profile.step, whole_loss=whole, gathered=(4,), optimizer_time=3.0)
     profile = replace(profile, step=step, storages=(*profile.storages, 256, 8))
     for rows in (3, 4):
@@ -282,7 +282,7 @@ def test_terms_of_the_mini_batch_come_from_the_profile() -> None:
     half = profile.at_rows(3, mini_batch_rows=32)
     assert half.step.whole_loss is not None and half.chunks == 11
     assert (half.step.loss_time, half.step.gather_time) == (1.5, 0.25)
-    assert half.bytes_of(half.step.gathered) == 128 and half.step.whole_loss.buffer_bytes == 32
+    assert half.bytes_of(half.step.gathered) == 128 and half.step.whole_loss.buffer_bytes == 5 * 32
     assert half.step.optimizer_time == 3.0
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import GpipebalError
+from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profile import LayerProfile
 from gpipebal.profiler.chain.failures import is_out_of_memory
 from gpipebal.profiler.chain.gradients import needs_gradient
@@ -19,7 +20,7 @@ from gpipebal.profiler.chain.numbers import Numbers
 from gpipebal.profiler.chain.outputs import Outputs
 from gpipebal.profiler.memory.layer_memory import LayerMemory
 from gpipebal.profiler.replicas.replica import parameter_bytes
-from gpipebal.profiler.step.loss import measure_whole_loss
+from gpipebal.profiler.step.loss import measure_whole_loss, tensors_of
 from gpipebal.profiler.step.step import measure_gather
 
 __all__ = ["GatheredTerms", "measure_gathered", "most_bytes", "scaled_gathered", "try_gathered"]
@@ -92,6 +93,7 @@ def scaled_gathered(
     numbers: Numbers,
     device: torch.device,
     loss: LayerProfile | None,
+    target: Any,
     free_bytes: int,
 ) -> GatheredTerms | None:
     """Scale both up from two micro-batches and from the loss over one, where there is no room.
@@ -101,6 +103,7 @@ def scaled_gathered(
         numbers: Numbers of all storages so far; new ones are added.
         device: Where they are.
         loss: The loss over one micro-batch; None: there is none.
+        target: The loss's target, of the mini-batch.
         free_bytes: Bytes that are free.
 
     Returns:
@@ -124,6 +127,8 @@ def scaled_gathered(
     known = {name: value for name, value in vars(loss).items() if value is not None}
     scaled: dict[str, Any] = {name: known[name] * share for name in _TIMES if name in known}
     scaled |= {name: larger(known[name]) for name in _COUNTS if name in known}
+    # Parts of a target that have no rows exist once.
+    scaled["buffer_bytes"] = sum(map(bytes_of, tensors_of(target)))
     whole = replace(loss, saved=tuple(grown[number] for number in loss.saved), **scaled)
     return seconds, whole, tuple(grown[number] for number in first.storages)
 
@@ -135,7 +140,6 @@ _TIMES = (
 )
 _COUNTS = (
     "flops",
-    "buffer_bytes",
     "output_bytes",
     "forward_peak_bytes",
     "no_grad_forward_peak_bytes",

@@ -59,7 +59,12 @@ class LossLayer(nn.Module):
     @property
     def target_tensors(self) -> list[Tensor]:
         """The tensors of the target."""
-        return [leaf for leaf in flatten(self.target)[0] if isinstance(leaf, Tensor)]
+        return tensors_of(self.target)
+
+
+def tensors_of(target: Any) -> list[Tensor]:
+    """Return the tensors of a target."""
+    return [leaf for leaf in flatten(target)[0] if isinstance(leaf, Tensor)]
 
 
 class LossChain(Chain):
