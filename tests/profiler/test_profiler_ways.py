@@ -416,6 +416,27 @@ def test_a_size_that_the_loss_refuses_is_noted(way: dict[str, Any]) -> None:
         profile(model, sample, rows=(1,), **options)
 
 
+@pytest.mark.parametrize("method", ["measure", "estimate"])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_target_of_other_rows_belongs_to_the_mini_batch_alone(method: Any, chunks: int) -> None:
+    """A loss may take it whole; micro-batches have none, and a flag says so."""
+    model, sample = nn.Sequential(nn.Linear(8, 8)), torch.randn(10, 8)
+    options: dict[str, Any] = {"method": method, "chunks": chunks, "rows": (), "progress": False}
+    if method == "measure":
+        options |= {"timeout": 0, "as_pipeline": False}
+    found = gb.profile_model(
+        model,
+        sample,
+        loss_fn=lambda output, target: (output.sum() - target.sum()) ** 2,
+        target=torch.randn(12),
+        **options,
+    )
+    assert found.step.loss is None and found.step.whole_loss is not None
+    assert found.step.whole_loss.buffer_bytes == 4 * 12
+    flags = " ".join(found.provenance["flags"])
+    assert f"the loss is not measured at {10 // chunks} rows: target has other rows" in flags
+
+
 def test_a_target_that_does_not_fit_is_told_before_anything_is_clocked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

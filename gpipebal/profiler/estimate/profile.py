@@ -161,8 +161,6 @@ def estimate_training(
     device = find_rates(rates)
     data = training.data
     sizes = data.sizes
-    if data.target is not None:
-        data.target.first_of(sizes)  # raises if it has other rows
     wanted = choose_rows(rows, sizes[0], sum(sizes))
     _check_autocast(device)
     left_out: dict[str, str] = {}
@@ -259,6 +257,13 @@ class _Work:
                 f"the optimizer's time is not known: {maker.name} cannot step without values"
             )
 
+        self._undivided: str | None = None
+        if self.loss_fn is not None and self.data.target is not None:
+            try:
+                self.data.target.first_of(self.data.sizes)
+            except GpipebalError as error:
+                self._undivided = str(error).splitlines()[0]
+
     def at(self, sizes: Sequence[int], reasons: dict[str, tuple[str, ...]]) -> Profile:
         """Estimate a mini-batch of micro-batches of these rows, by the first of them.
 
@@ -278,12 +283,17 @@ class _Work:
         for name, found in zip(self.names, estimates, strict=True):
             if found.costs.approximate:
                 reasons[name] = found.costs.approximate
-        loss = self._loss(sizes[:1], outputs, numbers, reasons)
+        loss = None
+        if self._undivided is None:
+            loss = self._loss(sizes[:1], outputs, numbers, reasons)
+        else:
+            rows = count(sizes[0], "row")
+            self.doubts.append(f"the loss is not measured at {rows}: {self._undivided}")
         gather_time, value = estimate_gather(self.data.outputs(outputs, sizes), self.rates)
         layers = self._layers(estimates, gradients)
         gathered: tuple[int, ...] = ()
         whole_loss = None
-        if loss is not None:
+        if self.loss_fn is not None:
             joined = Arrived.behind(outputs, value, numbers)
             gathered = joined.storages
             whole_loss = self._loss(sizes, joined, numbers, reasons)
