@@ -16,7 +16,7 @@ import gpipebal as gb
 from gpipebal.errors import DuplicateLayerError, PipelineError
 from gpipebal.pipeline import GPipe, trace
 from gpipebal.pipeline.layers.buffers import SMALL
-from gpipebal.pipeline.values.tensors import are_equal, bytes_of, copy_of
+from gpipebal.pipeline.values.tensors import are_equal, bytes_of, copy_of, plain_parts
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 
 pytestmark = pytest.mark.timeout(120)
