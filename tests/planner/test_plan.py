@@ -189,11 +189,15 @@ def test_plan_survives_a_file(
     """Save and load give the same plan, in every bit."""
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     checkpoint = "always" if modes is None else modes[: len(partitions)]
+    busy = [one.forward_time + one.backward_time + one.recompute_time for one in partitions]
+    makespan = 4 * sum(busy)
     plan = _plan(
         partitions=partitions,
         checkpoint=checkpoint,
         step_time=step_time,
         provenance={"threads": 1},
+        **dict.fromkeys(("value", "lower_bound", "makespan"), makespan),
+        bottleneck=max(busy),
     )
     plan.save(path)
     assert Plan.load(path) == plan
@@ -364,7 +368,8 @@ balance=[2, 1], makespan 20.0 s (within 10.0 %)
 partition  layers          checkpoint  forward  backward  recompute  peak memory   share
         0       2  a .. b      always   1.00 s    2.00 s     500 ms     2.00 KiB  70.0 %
         1       1  c            never   250 ms    1.25 s          -        512 B  30.0 %
-makespan 20.0 s; bubble 50.0 %; imbalance 1.400; 25.0 % above the split into equally many layers"""
+makespan 20.0 s; bubble 50.0 %; imbalance 1.400; \
+25.0 % above the split into equally many layers, which breaks a limit or a rule"""
 
 
 def test_plan_with_modes_prints_them() -> None:
