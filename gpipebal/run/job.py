@@ -204,7 +204,7 @@ class _Job:
     folder: Folder
     progress: bool | None
     echo: Callable[[str], None]
-    attempts: int
+    attempts: int = 1
 
     @property
     def n_parameters(self) -> int:
