@@ -133,6 +133,12 @@ def is_rising_line(points: Sequence[tuple[int, int]]) -> bool:
         >>> is_rising_line([(2, 20), (4, 20), (8, 20)]), is_rising_line([(2, 9), (4, 5), (8, 7)])
         (True, False)
     """
+    return _is_rising_line(tuple(points))
+
+
+# Sizes are found for many numbers of rows in turn, from the same points.
+@lru_cache(maxsize=1 << 15)
+def _is_rising_line(points: tuple[tuple[int, int], ...]) -> bool:
     ends = [points[0], points[-1]]
     off = (abs(value - interpolate(ends, r)) - Fraction(STRAIGHT) * value for r, value in points)
     return points[0][1] <= points[-1][1] and all(each <= 0 for each in off)
