@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from chains import Calls
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
@@ -46,18 +46,6 @@ def test_memory_of_a_step_leaves_no_note_of_a_mode() -> None:
         with measure_memory(pipe):
             pipe(torch.ones(8, 4)).sum().backward()
         assert not any(modes.notes())
-
-
-class Runs(nn.Module):
-    """Call a function in every forward."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.function()
-        return x * 1
 
 
 class Quiet(TorchDispatchMode):
@@ -146,7 +134,7 @@ def test_a_mode_of_the_caller_that_ends_the_last_of_two_mini_batches_stays_noted
         assert leave.wait(30)
 
     with ThreadPoolExecutor(1) as other:
-        first = other.submit(GPipe(nn.Sequential(Runs(wait)), [1]), torch.ones(1, 1))
+        first = other.submit(GPipe(nn.Sequential(Calls(wait)), [1]), torch.ones(1, 1))
         assert inside.wait(30)
 
         def end_first() -> None:
@@ -154,7 +142,7 @@ def test_a_mode_of_the_caller_that_ends_the_last_of_two_mini_batches_stays_noted
             first.result()
 
         with Loud():
-            GPipe(nn.Sequential(Runs(end_first)), [1])(torch.ones(1, 1))
+            GPipe(nn.Sequential(Calls(end_first)), [1])(torch.ones(1, 1))
             assert modes.notes() == [True] * 3
     assert modes.notes() == [False] * 3
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from chains import Calls
 from torch import Tensor, nn
 from torch.backends import cuda
 from torch.nn.utils import parametrize
@@ -21,18 +21,6 @@ from gpipebal.pipeline.randomness.seeds import MiniBatchSeed
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 
 MODES = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-
-
-class Calls(nn.Module):
-    """Call a function in every forward."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.function()
-        return x * 1
 
 
 def masks_of(pipe: GPipe, steps: int) -> tuple[int, int]:
