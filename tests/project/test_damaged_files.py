@@ -217,6 +217,15 @@ def test_counts_are_refused_with_what_they_can_be(
     assert str(path) in first and f"{name}=" in first and expected in first and len(first) < 300
 
 
+def _edited_plan(partitions: int, changes: dict[str, Any], folder: Path) -> Path:
+    """Write the plan of a small chain to a file, with changes."""
+    profile = gb.Profile.from_costs([1.0, 2.0, 3.0], chunks=2)
+    record = json.loads(json.dumps(gb.solve(profile, partitions).to_dict()))
+    path = folder / "file.json"
+    path.write_text(json.dumps({**record, **changes}))
+    return path
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -227,10 +236,7 @@ def test_counts_are_refused_with_what_they_can_be(
 )
 def test_plans_of_what_does_not_exist_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     """Whoever loads them is told, and not who simulates them."""
-    profile = gb.Profile.from_costs([1.0, 2.0, 3.0], chunks=2)
-    record = json.loads(json.dumps(gb.solve(profile, 3).to_dict()))
-    path = tmp_path / "file.json"
-    path.write_text(json.dumps({**record, **changes}))
+    path = _edited_plan(3, changes, tmp_path)
     with pytest.raises(FileFormatError, match=r"file\.json: plan is damaged: .*\(expected"):
         gb.Plan.load(path)
 
@@ -248,9 +254,6 @@ def test_plans_whose_figures_cannot_all_be_true_are_refused(
     changes: dict[str, Any], name: str, tmp_path: Path
 ) -> None:
     """A plan that was edited is not printed as proven optimal."""
-    profile = gb.Profile.from_costs([1.0, 2.0, 3.0], chunks=2)
-    record = json.loads(json.dumps(gb.solve(profile, 2).to_dict()))
-    path = tmp_path / "file.json"
-    path.write_text(json.dumps({**record, **changes}))
+    path = _edited_plan(2, changes, tmp_path)
     with pytest.raises(FileFormatError, match=rf"file\.json: plan is damaged: .*{name}=.*expected"):
         gb.Plan.load(path)
