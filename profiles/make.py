@@ -321,7 +321,10 @@ def _shrunk(profile: Profile, left_out: list[set[str]]) -> dict[str, Any]:
 
 def _is_default(name: str, value: Any, defaults: Mapping[str, Any]) -> bool:
     # A reader wants these two, also where there are none.
-    return name not in ("outputs", "saved") and name in defaults and value == defaults[name]
+    if name in ("outputs", "saved") or name not in defaults:
+        return False
+    default = defaults[name]
+    return value == (list(default) if isinstance(default, tuple) else default)
 
 
 def _rounded(value: Any) -> Any:
