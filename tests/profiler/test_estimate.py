@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,28 +30,10 @@ from gpipebal.profiler.estimate.autocast import _init
 from gpipebal.rates import DeviceRates
 
 #: Everything of a layer that is counted and not clocked; operations apart.
-COUNTED = (
-    "name",
-    "kind",
-    "fingerprint",
-    "outputs",
-    "saved",
-    "handed_through",
-    "copied_bytes",
-    "cut_copied_bytes",
-    "chained_cut_copied_bytes",
-    "stashed_sum_bytes",
-    "output_gradient_bytes",
-    "output_bytes",
-    "parameter_bytes",
-    "gradient_bytes",
-    "buffer_bytes",
-    "optimizer_bytes",
-    "forward_peak_bytes",
-    "no_grad_forward_peak_bytes",
-    "written_input_bytes",
-    "backward_peak_bytes",
-    "accumulating_peak_bytes",
+COUNTED = tuple(
+    field.name
+    for field in fields(LayerProfile)
+    if field.name != "flops" and not field.name.endswith(("_time", "_spread"))
 )
 #: A device without launches on which operations and bytes are told apart at sight.
 PLAIN = DeviceRates("plain", {"float32": 1e3, "float64": 1e1}, 1e6, launch_time=0.0, host_time=None)
