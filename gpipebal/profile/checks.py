@@ -30,7 +30,14 @@ from gpipebal.units import count
 if TYPE_CHECKING:
     from gpipebal.profile.profile import Profile
 
-__all__ = ["LIST_FIELDS", "STORAGE_FIELDS", "TEXT_FIELDS", "check_profile", "read_columns"]
+__all__ = [
+    "COUNT_FIELDS",
+    "LIST_FIELDS",
+    "STORAGE_FIELDS",
+    "TEXT_FIELDS",
+    "check_profile",
+    "read_columns",
+]
 
 #: Fields of a profile that are lists.
 LIST_FIELDS = (
@@ -66,6 +73,10 @@ _NUMBERS = [
     for field in fields(LayerProfile)
     if field.name not in (*TEXT_FIELDS, *STORAGE_FIELDS)
 ]
+
+
+#: The whole numbers of a layer: its bytes, and its operations.
+COUNT_FIELDS = tuple(name for name, is_whole, _ in _NUMBERS if is_whole)
 
 
 def read_columns(rows: object, chunks: object, **columns: Any) -> dict[str, list[Any] | None]:

@@ -31,19 +31,20 @@ from typing import TYPE_CHECKING, Any
 
 from gpipebal.argument_kinds import whole_number
 from gpipebal.errors import ProfileError
+from gpipebal.profile.checks import COUNT_FIELDS
 from gpipebal.profile.fit import count_at, is_rising_line, peak_at, time_at
 from gpipebal.profile.layer import LayerProfile, StepTerms
 
 if TYPE_CHECKING:
     from gpipebal.profile.profile import Profile
 
-__all__ = ["at_rows", "target_bytes"]
+__all__ = ["COUNTS", "FIXED", "TIMES", "at_rows", "target_bytes"]
 
 #: Most rows that a micro-batch can have here.
 _MOST_ROWS = 2**31 - 1
 
 #: Times of a layer, and the field that tells how much each varied.
-_TIMES = {
+TIMES = {
     "forward_time": "forward_spread",
     "backward_time": "backward_spread",
     "recompute_time": "forward_spread",
@@ -53,29 +54,16 @@ _TIMES = {
     "forward_spread": "forward_spread",
     "backward_spread": "backward_spread",
 }
-#: Bytes and operations of a layer that depend on the rows; those of parameters do not.
-_COUNTS = (
-    "flops",
-    "output_bytes",
-    "forward_peak_bytes",
-    "no_grad_forward_peak_bytes",
-    "written_input_bytes",
-    "backward_peak_bytes",
-    "accumulating_peak_bytes",
-    "chained_peak_bytes",
-    "chained_accumulating_peak_bytes",
-    "copied_bytes",
-    "cut_copied_bytes",
-    "chained_cut_copied_bytes",
-    "stashed_sum_bytes",
-    "output_gradient_bytes",
-    # What a layer keeps as an attribute may belong to a micro-batch.
-    "buffer_bytes",
-    "kept_buffer_bytes",
-    "saved_buffer_bytes",
+#: Bytes of parameters and of their optimizer, which do not depend on the rows.
+_OF_PARAMETERS = (
+    *("parameter_bytes", "gradient_bytes"),
+    *("optimizer_bytes", "optimizer_peak_bytes", "optimizer_carried_bytes"),
 )
+#: All other bytes of a layer, and its operations. Those of buffers are among them: what a layer
+#: keeps as an attribute may belong to a micro-batch.
+COUNTS = tuple(name for name in COUNT_FIELDS if name not in _OF_PARAMETERS)
 #: Those that stay as they are with one size alone, and those that include parameters' gradients.
-_FIXED = ("buffer_bytes", "kept_buffer_bytes", "saved_buffer_bytes")
+FIXED = ("buffer_bytes", "kept_buffer_bytes", "saved_buffer_bytes")
 _WITH_GRADIENTS = (
     "backward_peak_bytes",
     "accumulating_peak_bytes",
@@ -180,7 +168,7 @@ def _layer_at(
         bad_fits: Gets its name if one of its times is not a line in the rows.
     """
     found: dict[str, Any] = {}
-    for name, spread in _TIMES.items():
+    for name, spread in TIMES.items():
         times = [(r, getattr(x, name), getattr(x, spread)) for r, x in sizes]
         if any(time is None for _, time, _ in times):
             found[name] = None
@@ -188,7 +176,7 @@ def _layer_at(
         found[name], good = time_at(times, rows)
         if not good and not name.endswith("_spread"):
             bad_fits.append(nearest.name)
-    for name in _COUNTS:
+    for name in COUNTS:
         counts = [(r, getattr(x, name)) for r, x in alike]
         unknown = any(count is None for _, count in counts)
         if unknown:
@@ -227,7 +215,7 @@ def _in_proportion(name: str, known: _Size, rows: int) -> int:
     """Scale what one size alone tells, except for what does not depend on the rows."""
     of_rows, layer = known
     n_bytes: int = getattr(layer, name)
-    fixed = n_bytes if name in _FIXED else 0
+    fixed = n_bytes if name in FIXED else 0
     if name in _WITH_GRADIENTS:
         fixed = min(n_bytes, layer.gradient_bytes)
     return fixed + count_at([(of_rows, n_bytes - fixed)], rows)

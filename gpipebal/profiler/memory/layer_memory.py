@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.values.tensors import bytes_of
+from gpipebal.profile import LayerProfile
 from gpipebal.profiler.chain.numbers import Numbers, distinct_numbers
 from gpipebal.profiler.chain.value import Routes
 from gpipebal.profiler.memory.backward_peaks import BackwardPeaks, GivenMemory
@@ -25,11 +26,8 @@ __all__ = [
 ]
 
 
-#: What columns are made from, and is none.
-_NO_COLUMNS = (
-    *("peaks", "hands_back_own", "hands_through", "gradients", "stashes"),
-    *("kept_bytes", "n_parameters"),
-)
+#: What a layer profile has; the rest of what is known of a layer's memory makes some of it.
+_COLUMNS = frozenset(field.name for field in fields(LayerProfile))
 
 
 class LayerGradients(NamedTuple):
@@ -123,7 +121,7 @@ class LayerMemory:
                 f"layer {name!r} makes parameters in its first forward: {self.n_parameters} "
                 f"(expected {n_before}, as many as before).\nFix: run model(sample) once."
             )
-        columns = {name: each for name, each in vars(self).items() if name not in _NO_COLUMNS}
+        columns = {name: each for name, each in vars(self).items() if name in _COLUMNS}
         columns |= own | {"gradient_storages": storages}
         columns |= self.peaks.columns(given_own=given_own, memory=memory)
         columns["buffer_bytes"] += max(0, self.kept_bytes - sum(map(bytes_of, kept_by(layer))))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gpipebal.errors import GpipebalError
 from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profile import LayerProfile
+from gpipebal.profile.sizes import COUNTS, FIXED, TIMES
 from gpipebal.profiler.chain.failures import is_out_of_memory
 from gpipebal.profiler.chain.gradients import needs_gradient
 from gpipebal.profiler.chain.numbers import Numbers
@@ -125,24 +126,9 @@ def scaled_gathered(
     of_leaves = [None if number is None else grown[number] for number in first.numbers]
     numbers.note(of_leaves, map(needs_gradient, first.value.leaves))
     known = {name: value for name, value in vars(loss).items() if value is not None}
-    scaled: dict[str, Any] = {name: known[name] * share for name in _TIMES if name in known}
-    scaled |= {name: larger(known[name]) for name in _COUNTS if name in known}
+    scaled: dict[str, Any] = {name: known[name] * share for name in TIMES if name in known}
+    scaled |= {name: larger(known[name]) for name in COUNTS if name in known.keys() - FIXED}
     # Parts of a target that have no rows exist once.
     scaled["buffer_bytes"] = sum(map(bytes_of, tensors_of(target)))
     whole = replace(loss, saved=tuple(grown[number] for number in loss.saved), **scaled)
     return seconds, whole, tuple(grown[number] for number in first.storages)
-
-
-#: What of a loss grows with the rows: seconds; and bytes and operations.
-_TIMES = (
-    *("forward_time", "backward_time", "recompute_time", "forward_spread", "backward_spread"),
-    "no_grad_forward_time",
-)
-_COUNTS = (
-    "flops",
-    "output_bytes",
-    "forward_peak_bytes",
-    "no_grad_forward_peak_bytes",
-    "backward_peak_bytes",
-    "accumulating_peak_bytes",
-)
