@@ -283,8 +283,8 @@ class _Part:
             there = back = 0
         return (
             part.forward + part.backward + there + back,
-            part.early,
+            part.last_recompute,
             max(part.forward, there),
-            max(part.backward + part.again, back),
+            max(part.backward + part.recompute, back),
             max(part.load, there + back),
         )

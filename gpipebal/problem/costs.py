@@ -31,18 +31,18 @@ class LayerSums(NamedTuple):
 class ExactTimes(NamedTuple):
     """Scaled times of one partition, with the copies that keep its device busy.
 
-    `again` is the recompute of all micro-batches but the last, `early` that of the last one.
+    `recompute` is that of all micro-batches but the last, `last_recompute` that of the last one.
     """
 
     forward: int
     backward: int
-    again: int
-    early: int
+    recompute: int
+    last_recompute: int
 
     @property
     def load(self) -> int:
         """How long its device is busy with one micro-batch."""
-        return self.forward + self.backward + max(self.again, self.early)
+        return self.forward + self.backward + max(self.recompute, self.last_recompute)
 
 
 class Costs:
@@ -145,9 +145,9 @@ class Costs:
         if not self.overlaps:
             forward += self.send[start] + self.send[end]
             backward += self.give_back[start] + self.give_back[end]
-        again = recompute if mode != "never" and self._problem.chunks > 1 else 0
-        early = recompute if mode == "always" else 0
-        return ExactTimes(forward, backward, again, early)
+        repeated = recompute if mode != "never" and self._problem.chunks > 1 else 0
+        last = recompute if mode == "always" else 0
+        return ExactTimes(forward, backward, repeated, last)
 
     def makespan(
         self,
@@ -166,9 +166,9 @@ class Costs:
                 slowest_backward = max(slowest_backward, self.give_back[start])
             once += part.forward + part.backward
             slowest_forward = max(slowest_forward, part.forward)
-            slowest_backward = max(slowest_backward, part.backward + part.again)
+            slowest_backward = max(slowest_backward, part.backward + part.recompute)
             repeated = repeats * (slowest_forward + slowest_backward)
-            longest = max(longest, once + part.early + repeated)
+            longest = max(longest, once + part.last_recompute + repeated)
         return longest
 
     def bottleneck(

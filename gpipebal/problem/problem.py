@@ -231,7 +231,7 @@ class Problem:
         return sums
 
     @cached_property
-    def again_sums(self) -> tuple[int, ...]:
+    def backward_phase_sums(self) -> tuple[int, ...]:
         """Prefix sums of backward and of recompute that counts, added."""
         if not self.recompute_sums[-1]:
             return self.backward_sums

@@ -342,7 +342,7 @@ class _Program:
 
     def _add_makespan(self, k: int) -> None:
         """Let the makespan be at least what the path that turns around in a partition takes."""
-        for maxima, dimension in ((self._forwards, "forward"), (self._backwards, "again")):
+        for maxima, dimension in ((self._forwards, "forward"), (self._backwards, "backward_phase")):
             self._add_at_least(maxima[k], self._costs(k, dimension))
             if k:
                 self._rows.add({maxima[k]: 1.0, maxima[k - 1]: -1.0}, 0, np.inf)
@@ -381,4 +381,4 @@ class _Program:
 def _early(problem: Problem, levels: Levels, run: _Run) -> int:
     """Return the recompute of the last micro-batch of a run that recomputes all."""
     device = levels.groups[run.step.group][0]
-    return problem.costs.part(run.start, run.end, device, "always").early
+    return problem.costs.part(run.start, run.end, device, "always").last_recompute

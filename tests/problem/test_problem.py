@@ -128,7 +128,7 @@ def test_recompute_counts_where_something_is_recomputed(
     problem = Problem([1, 1], [2, 2], [5, 5], 2, chunks, checkpoint)
     assert problem.recomputes == bool(recompute)
     parts = problem.costs.parts((0, 1, 2))
-    assert [max(part.again, part.early) for part in parts] == [recompute] * 2
+    assert [max(part.recompute, part.last_recompute) for part in parts] == [recompute] * 2
 
 
 def test_balance_and_bounds_are_inverse() -> None:

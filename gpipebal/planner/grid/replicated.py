@@ -137,13 +137,13 @@ def last_ends(
         once += there[bounds[k]] + part.forward
         slowest = max(slowest, there[bounds[k]], part.forward)
         # A path that turns around later takes no less, except by a recompute that it leaves out.
-        if k < last and not part.early:
+        if k < last and not part.last_recompute:
             continue
         # The path that turns around in partition k, back to it and to those before it.
-        way, again = once + part.early + repeats * slowest, 0
+        way, again = once + part.last_recompute + repeats * slowest, 0
         for j in range(k, -1, -1):
             way += parts[j].backward
-            again = max(again, parts[j].backward + parts[j].again)
+            again = max(again, parts[j].backward + parts[j].recompute)
             ends[j] = max(ends[j], way + repeats * again - copied[j])
             way += back[bounds[j]]
             again = max(again, back[bounds[j]])

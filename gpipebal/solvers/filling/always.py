@@ -86,7 +86,7 @@ def _three_thresholds(
         The minimum, and limits: the splits that attain it are those that keep one set of them.
     """
     n_partitions, repeats = problem.n_partitions, problem.chunks - 1
-    forward, again = problem.forward_sums, problem.again_sums
+    forward, backward_phase = problem.forward_sums, problem.backward_phase_sums
     least_third = smallest_limit(
         ends, starts, n_partitions, at_least=largest_layer(ends, starts)
     ).value
@@ -96,14 +96,14 @@ def _three_thresholds(
     while third >= least_third:
         least = smallest_sum(
             forward,
-            again,
+            backward_phase,
             n_partitions,
             both=problem.load_sums,
             limits=[Limit(ends, starts, third)],
             at_most=None if best is None else (best - third) // repeats,
         )
         for one, two in least.pairs:
-            limits = [Limit(forward, forward, one), Limit(again, again, two)]
+            limits = [Limit(forward, forward, one), Limit(backward_phase, backward_phase, two)]
             needed = smallest_limit(
                 ends, starts, n_partitions, at_least=least_third, at_most=third, limits=limits
             ).value

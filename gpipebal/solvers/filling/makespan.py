@@ -37,15 +37,20 @@ def solve_makespan(problem: Problem) -> Solution:
         >>> solve_makespan(Problem([3, 1, 1], [1, 3, 5], [0, 0, 0], 2, chunks=3))
         Solution(bounds=(0, 2, 3), value=32, lower_bound=32)
     """
-    forward, again, n_partitions = problem.forward_sums, problem.again_sums, problem.n_partitions
+    forward, backward_phase, n_partitions = (
+        problem.forward_sums,
+        problem.backward_phase_sums,
+        problem.n_partitions,
+    )
     repeats = problem.chunks - 1
     once = forward[-1] + problem.backward_sums[-1]
     if not repeats:
         bounds = tie_break(problem.load_sums, [[]], n_partitions)
         return Solution(bounds, once, once)
-    least = smallest_sum(forward, again, n_partitions, both=problem.load_sums)
+    least = smallest_sum(forward, backward_phase, n_partitions, both=problem.load_sums)
     candidates = [
-        [Limit(forward, forward, one), Limit(again, again, two)] for one, two in least.pairs
+        [Limit(forward, forward, one), Limit(backward_phase, backward_phase, two)]
+        for one, two in least.pairs
     ]
     bounds = tie_break(problem.load_sums, candidates, n_partitions)
     return Solution(bounds, once + repeats * least.total, once + repeats * least.lower_bound)

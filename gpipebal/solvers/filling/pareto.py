@@ -53,7 +53,9 @@ class ParetoProgram:
         self.n_layers, self.n_partitions = problem.n_layers, problem.n_partitions
         self.forward, self.recompute = problem.forward_sums, problem.recompute_sums
         self.loads = problem.load_sums
-        self.again = [b + r for b, r in zip(problem.backward_sums, self.recompute, strict=True)]
+        self.backward_phase = [
+            b + r for b, r in zip(problem.backward_sums, self.recompute, strict=True)
+        ]
         #: The last path is limited, and with it what it repeats: the sum of the two maxima.
         self.room = (limit - (self.loads[-1] - self.recompute[-2])) // self.repeats
         self.reach = self._limits()
@@ -61,7 +63,7 @@ class ParetoProgram:
     def _limits(self) -> list[int]:
         repeats, room = self.repeats, self.room
         forward = _unavoidable(self.forward, self.n_partitions)
-        again = _unavoidable(self.again, self.n_partitions)
+        backward_phase = _unavoidable(self.backward_phase, self.n_partitions)
         both = _unavoidable(self.loads, self.n_partitions)
         # A path passes once what lies before its end, less the recomputes before its start. It
         # repeats at least the partition in which it turns around ...
@@ -69,14 +71,14 @@ class ParetoProgram:
         ends = [load + repeats * load for load in self.loads]
         # ... and at least what the partitions up to its end cannot avoid. That gets less at the
         # last place, where one partition more can be; what is allowed there is allowed before.
-        columns = zip(self.loads, forward, again, both, strict=True)
+        columns = zip(self.loads, forward, backward_phase, both, strict=True)
         paths = [load + repeats * max(one + two, sum_) for load, one, two, sum_ in columns]
         paths = list(accumulate(reversed(paths), min))[::-1]
         return meet(
             reach_within(ends, starts, self.limit),
             reach_within(paths, self.recompute, self.limit),
-            reach_within(self.forward, self.forward, room - again[-1]),
-            reach_within(self.again, self.again, room - forward[-1]),
+            reach_within(self.forward, self.forward, room - backward_phase[-1]),
+            reach_within(self.backward_phase, self.backward_phase, room - forward[-1]),
             reach_within(self.loads, self.loads, room),
         )
 
@@ -119,7 +121,10 @@ class ParetoProgram:
             return None
         # What the rest of the chain cannot avoid: forwards, backwards, and both together.
         rests = zip(
-            *(_best_rests(sums, *places) for sums in (self.forward, self.again, self.loads)),
+            *(
+                _best_rests(sums, *places)
+                for sums in (self.forward, self.backward_phase, self.loads)
+            ),
             strict=True,
         )
         before: dict[int, list[_Label]] = {0: [(0, 0, first)]}
@@ -151,10 +156,10 @@ class ParetoProgram:
         extend: Callable[[Any, int, int, int], Any],
     ) -> list[_Label]:
         """Extend the labels at `start` by the partition from `start` to `end`."""
-        rest_forward, rest_again, _ = rest
+        rest_forward, rest_backward_phase, _ = rest
         forward = self.forward[end] - self.forward[start]
-        again = self.again[end] - self.again[start]
-        if max(forward, rest_forward) + max(again, rest_again) > self.room:
+        backward_phase = self.backward_phase[end] - self.backward_phase[start]
+        if max(forward, rest_forward) + max(backward_phase, rest_backward_phase) > self.room:
             return []
         once, repeats = self.loads[end] - self.recompute[start], self.repeats
         room_here = (self.limit - once) // repeats
@@ -162,10 +167,13 @@ class ParetoProgram:
         for one, two, before in labels:
             if one < forward:
                 one = forward
-            if two < again:
-                two = again
+            if two < backward_phase:
+                two = backward_phase
             both = one + two
-            if both > room_here or max(one, rest_forward) + max(two, rest_again) > self.room:
+            if (
+                both > room_here
+                or max(one, rest_forward) + max(two, rest_backward_phase) > self.room
+            ):
                 continue
             quantity = extend(before, once + repeats * both, start, end)
             if quantity is not None:

@@ -32,7 +32,7 @@ class _Box(NamedTuple):
 def least_makespan(search: Search, repeats: int, until: float | None = None) -> BestPath | None:
     """End the mini-batch as early as possible; None if there is no split.
 
-    Minimises once + repeats * (largest forward + largest again) over all splits that are allowed.
+    Minimises once + repeats * (largest forward + largest backward_phase) over the splits allowed.
     Of splits that are equally good it takes the first that the search meets, always the same.
 
     Args:
@@ -66,7 +66,7 @@ def least_makespan(search: Search, repeats: int, until: float | None = None) -> 
     search.until = until
     try:
         tickets = count()
-        least = search.smallest("forward").value, search.smallest("again").value
+        least = search.smallest("forward").value, search.smallest("backward_phase").value
         path = least_once(search, {})
         assert path is not None
         bound = _once(path) + repeats * max(sum(least), start.value)
@@ -105,7 +105,7 @@ def _tighten(
     better: Path | None = None
     empty = _Box((1, 0), (1, 0))
     while True:
-        limits = {"forward": box.first[1], "again": box.second[1]}
+        limits = {"forward": box.first[1], "backward_phase": box.second[1]}
         path = least_once(search, limits)
         if path is None:
             return empty, value, better
@@ -118,13 +118,13 @@ def _tighten(
         if room < least_both or first[0] > first[1] or second[0] > second[1]:
             return empty, value, better
         found = search.smallest(
-            "forward", {"again": second[1]}, at_least=first[0], at_most=first[1]
+            "forward", {"backward_phase": second[1]}, at_least=first[0], at_most=first[1]
         )
         if found.path is None:
             return empty, value, better
         first = (max(first[0], found.value), first[1])
         found = search.smallest(
-            "again", {"forward": first[1]}, at_least=second[0], at_most=second[1]
+            "backward_phase", {"forward": first[1]}, at_least=second[0], at_most=second[1]
         )
         if found.path is None:
             return empty, value, better
@@ -162,7 +162,7 @@ def _once(path: Path) -> int:
 
 
 def _makespan(path: Path, repeats: int) -> int:
-    return _once(path) + repeats * (path.most("forward") + path.most("again"))
+    return _once(path) + repeats * (path.most("forward") + path.most("backward_phase"))
 
 
 def least_once(search: Search, limits: Mapping[str, int]) -> Path | None:

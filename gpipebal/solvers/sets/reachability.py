@@ -325,7 +325,7 @@ class Search:
         """Find the smallest limit in a dimension that some split keeps along with other limits.
 
         Args:
-            dimension: What is limited: ``'forward'``, ``'again'`` or ``'load'``.
+            dimension: What is limited: ``'forward'``, ``'backward_phase'`` or ``'load'``.
             limits: Limits in other dimensions.
             at_least: A known lower bound; None: none.
             at_most: Give up as soon as the smallest limit is proven to exceed this.

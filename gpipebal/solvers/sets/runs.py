@@ -136,7 +136,8 @@ class Option:
     Attributes:
         mode: The checkpoint mode.
         forward: Cost of a run that limits the pace of the first phase.
-        again: Cost of a run that limits the pace of the second phase: backward and recompute.
+        backward_phase: Cost of a run that limits the pace of the second phase: backward and
+            recompute.
         load: Cost of a run in both phases together.
         once: Amount that a run adds to the makespan however many micro-batches there are.
         fits: For every start, the set of ends that are allowed.
@@ -144,7 +145,7 @@ class Option:
 
     mode: CheckpointMode
     forward: Cost
-    again: Cost
+    backward_phase: Cost
     load: Cost
     once: Cost
     fits: Sequence[int]
@@ -219,7 +220,7 @@ def options_of(
             ways.append((mode, repeated, allowed))
     for mode, repeated, ends in ways:
         recompute = sums.recompute if repeated else nothing
-        again = cost(added(sums.backward, recompute), give_back, link_back)
+        backward_phase = cost(added(sums.backward, recompute), give_back, link_back)
         load = cost(added(layers, recompute), copies, both_links)
         # The last partition ends behind frozen layers, if not all are: one `once` for both ways.
         is_early = early and mode == "always" and problem.n_frozen < problem.n_layers
@@ -228,7 +229,7 @@ def options_of(
             added(passed, copies),
             [t - c - w for t, c, w in zip(passed, copies, both_links, strict=True)],
         )
-        options.append(Option(mode, forward, again, load, once, ends))
+        options.append(Option(mode, forward, backward_phase, load, once, ends))
     return options
 
 

@@ -69,18 +69,20 @@ def least_sum(search: Search, repeated: bool = True) -> tuple[int, Path] | None:
     if quick.path is None:
         return None
     least_first = search.smallest("forward").value
-    best = quick.path.most("forward") + quick.path.most("again")
+    best = quick.path.most("forward") + quick.path.most("backward_phase")
     pairs: list[tuple[int, int]] = []
     first_limit: int | None = None
     next_second = 0
     while True:
         limits = {} if first_limit is None else {"forward": first_limit}
-        found = search.smallest("again", limits, at_least=next_second, at_most=best - least_first)
+        found = search.smallest(
+            "backward_phase", limits, at_least=next_second, at_most=best - least_first
+        )
         if found.path is None:
             break
         needed = search.smallest(
             "forward",
-            {"again": found.value},
+            {"backward_phase": found.value},
             at_least=max(least_first, quick.value - found.value),
             at_most=best - found.value,
         )
@@ -95,7 +97,7 @@ def least_sum(search: Search, repeated: bool = True) -> tuple[int, Path] | None:
         if first_limit < least_first:
             break
         next_second = max(next_second, quick.value - first_limit)
-    path = settle(search, [{"forward": one, "again": two} for one, two in pairs])
+    path = settle(search, [{"forward": one, "backward_phase": two} for one, two in pairs])
     assert path is not None
     return best, path
 
