@@ -27,11 +27,12 @@ from gpipebal.profiler.estimate.approximate import REASONS
 from gpipebal.profiler.estimate.autocast import autocast_for
 from gpipebal.profiler.estimate.group_norm import group_norm_in_format
 from gpipebal.profiler.estimate.results import (
+    BATCH_NORMS,
     GROUPED,
-    in_format_of,
+    SHUFFLES,
+    in_device_order,
     in_groups,
     in_memory_of_terms,
-    in_order_of,
     in_parts,
     is_channels_last,
     is_channels_last_3d,
@@ -44,31 +45,18 @@ _aten = torch.ops.aten
 #: Recurrent layers are decomposed here, step by step; devices have kernels for them.
 _RECURRENT = ("lstm.input", "lstm.data", "gru.input", "gru.data")
 _PLAIN_RECURRENT = ("rnn_tanh.input", "rnn_relu.input", "rnn_tanh.data", "rnn_relu.data")
-_BATCH_NORMS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
-#: What a CPU makes of an image in any other order than channels-last is contiguous.
-_NORMS_BY_FORMAT = (*_BATCH_NORMS, "aten::native_batch_norm_backward")
-_CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 _OTHERWISE_IN_ORDER = ("group_norm", "instance_norm")
 _OF_SPARSE = (_aten.clone.default, _aten.add.Tensor, _aten.add_.Tensor)
 #: Make tensors of numbers of Python's.
 _OF_NUMBERS = ("tensor", "new_tensor", "as_tensor", "asarray", "new")
 #: For three dimensions, devices keep the memory format where the meta device does not.
 _IN_SPACE = ("conv3d", "group_norm", "pad")
-#: A CPU keeps the memory format of an image, by strides; for CUDA, a reason is noted only.
-_SHUFFLES = ("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "roll")
-_PADS = tuple(f"{how}_pad{dims}d" for how in ("reflection", "replication") for dims in (2, 3))
-_IN_ORDER_ON_CPU = (
-    *(f"aten::{name}" for name in (*_SHUFFLES, *_PADS, "max_unpool2d", "native_group_norm")),
-    *(f"aten::{name}_backward" for name in (*_PADS, "native_group_norm")),
-)
 _IN_PLACE_LOSSES = (
     "aten::binary_cross_entropy",
     "aten::mse_loss",
     "aten::smooth_l1_loss",
     "aten::soft_margin_loss",
 )
-#: These make a contiguous gradient, however their input lies.
-_CONTIGUOUS = tuple(f"aten::{name}_loss_backward" for name in ("mse", "smooth_l1", "huber"))
 #: These also make the gradient of the sampling grid, their second result, when it is not needed.
 _SAMPLER_BACKWARDS = ("aten::grid_sampler_2d_backward", "aten::grid_sampler_3d_backward")
 #: Flash attention works in half precision; with heads up to this width.
@@ -171,42 +159,36 @@ class _OnlyWhatIsAsked(ThreadedDispatchMode):
         if func is _aten._grouped_mm.default and args[0].dtype in GROUPED:
             return in_groups(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        if func._schema.name in _CONVOLUTIONS and args[0].dim() == 4:
-            # The image and the weight; a backward has them after a gradient, which has no say.
-            at = func._schema.name.endswith("_backward")
-            result = in_order_of(args[at : at + 2], result)
-        if func._schema.name in _IN_ORDER_ON_CPU and _acting.device_type == "cpu":
-            flat = func._schema.name == "aten::roll" and not (len(args) > 2 and args[2])
-            # The image comes after the gradient of the result.
-            at = func._schema.name.endswith("_backward")
-            result = result if flat else in_order_of(args[at : at + 1], result)
-        if func._schema.name in _NORMS_BY_FORMAT and _acting.device_type == "cpu":
-            at = func._schema.name.endswith("_backward")
-            result = in_format_of(args[at], result)
-        if func._schema.name in _CONTIGUOUS:
-            return result.contiguous()
-        if func is _aten.native_layer_norm_backward.default and result[0] is not None:
-            result = (result[0].contiguous(), *result[1:])  # however its gradient lies
-        if func._schema.name in _IN_PLACE_LOSSES and not result.dim():
+        on_cpu = _acting.device_type == "cpu"
+        result = in_device_order(func, args, result, on_cpu=on_cpu)
+        name = func._schema.name
+        if name in _IN_PLACE_LOSSES and not result.dim():
             return in_memory_of_terms(result, args)
-        if func._schema.name in _BATCH_NORMS and not args[5]:
+        if name in BATCH_NORMS and not args[5]:
             # In evaluation mode there are no statistics of the batch to be kept.
             return (result[0], *(kept.new_empty(0) for kept in result[1:3]), *result[3:])
-        if not isinstance(result, tuple) or not func._schema.name.endswith("_backward"):
-            return result
-        names = [argument.name for argument in func._schema.arguments]
-        if "output_mask" not in names:
-            return result
-        at = names.index("output_mask")
-        mask = args[at] if at < len(args) else (kwargs or {}).get("output_mask", ())
-        if len(mask) != len(result):
-            return result
-        if func._schema.name in _SAMPLER_BACKWARDS:
-            mask = (mask[0], True)
-        frozen_weight = func._schema.name == "aten::convolution_backward" and not mask[1]
-        if frozen_weight and mask[2] and _has_one_kernel(args):
-            return (result[0] if mask[0] else None, torch.empty_like(args[2]), result[2])
-        return tuple(made if asked else None for made, asked in zip(result, mask, strict=True))
+        if isinstance(result, tuple) and name.endswith("_backward"):
+            return _wanted_gradients(func, args, kwargs or {}, result)
+        return result
+
+
+def _wanted_gradients(
+    func: Any, args: Any, kwargs: dict[str, Any], result: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Leave out the gradients that a backward makes and its mask does not ask for."""
+    names = [argument.name for argument in func._schema.arguments]
+    if "output_mask" not in names:
+        return result
+    at = names.index("output_mask")
+    mask = args[at] if at < len(args) else kwargs.get("output_mask", ())
+    if len(mask) != len(result):
+        return result
+    if func._schema.name in _SAMPLER_BACKWARDS:
+        mask = (mask[0], True)
+    frozen_weight = func._schema.name == "aten::convolution_backward" and not mask[1]
+    if frozen_weight and mask[2] and _has_one_kernel(args):
+        return (result[0] if mask[0] else None, torch.empty_like(args[2]), result[2])
+    return tuple(made if asked else None for made, asked in zip(result, mask, strict=True))
 
 
 def _has_one_kernel(args: Sequence[Any]) -> bool:
@@ -246,7 +228,7 @@ class _AsWritten(TorchFunctionMode):
         if name in _OTHERWISE_IN_ORDER and args and is_channels_last(args[0]):
             _note("normalised_in_order")
         on_cuda = _acting.device_type == "cuda"
-        if on_cuda and name in _SHUFFLES and args and is_channels_last(args[0]):
+        if on_cuda and name in SHUFFLES and args and is_channels_last(args[0]):
             _note("moved_in_order")
         if name in _IN_SPACE and args and is_channels_last_3d(args[0]):
             _note("in_space")

@@ -13,7 +13,10 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 __all__ = [
+    "BATCH_NORMS",
     "GROUPED",
+    "SHUFFLES",
+    "in_device_order",
     "in_format_of",
     "in_groups",
     "in_memory_of_terms",
@@ -25,10 +28,49 @@ __all__ = [
 
 _aten = torch.ops.aten
 
+BATCH_NORMS = ("aten::native_batch_norm", "aten::_native_batch_norm_legit")
+#: What a CPU makes of an image in any other order than channels-last is contiguous.
+_NORMS_BY_FORMAT = (*BATCH_NORMS, "aten::native_batch_norm_backward")
+_CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
+#: A CPU keeps the memory format of an image, by strides; for CUDA, a reason is noted only.
+SHUFFLES = ("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "roll")
+_PADS = tuple(f"{how}_pad{dims}d" for how in ("reflection", "replication") for dims in (2, 3))
+_IN_ORDER_ON_CPU = (
+    *(f"aten::{name}" for name in (*SHUFFLES, *_PADS, "max_unpool2d", "native_group_norm")),
+    *(f"aten::{name}_backward" for name in (*_PADS, "native_group_norm")),
+)
+#: These make a contiguous gradient, however their input lies.
+_CONTIGUOUS = tuple(f"aten::{name}_loss_backward" for name in ("mse", "smooth_l1", "huber"))
 #: What devices multiply in groups; the meta device takes only one of them.
 GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 #: Rows of the results begin at multiples of this many bytes.
 _ALIGNMENT = 16
+
+
+def in_device_order(func: Any, args: Any, result: Any, *, on_cpu: bool) -> Any:
+    """Return the result of an operation with its elements in the order in which a device has them.
+
+    Args:
+        func: The operation.
+        args: What it was given.
+        result: What the meta device made.
+        on_cpu: Whether the device is a CPU.
+    """
+    name = func._schema.name
+    # A backward has the image after the gradient of the result, which has no say.
+    at = name.endswith("_backward")
+    if name in _CONVOLUTIONS and args[0].dim() == 4:
+        result = in_order_of(args[at : at + 2], result)  # of the image or the weight
+    if name in _IN_ORDER_ON_CPU and on_cpu:
+        flat = name == "aten::roll" and not (len(args) > 2 and args[2])
+        result = result if flat else in_order_of(args[at : at + 1], result)
+    if name in _NORMS_BY_FORMAT and on_cpu:
+        result = in_format_of(args[at], result)
+    if name in _CONTIGUOUS:
+        result = result.contiguous()
+    if func is _aten.native_layer_norm_backward.default and result[0] is not None:
+        result = (result[0].contiguous(), *result[1:])  # however its gradient lies
+    return result
 
 
 def in_order_of(operands: Sequence[Any], results: Any) -> Any:
