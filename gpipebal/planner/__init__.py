@@ -4,7 +4,7 @@ Read in this order: `solve`, `question` (what can be asked, with `layer_rules` a
 `own_cost` (a cost that the caller gives); `posing` (the question as a problem for the solvers, with
 `quantiles`); `runs` (the memory of all runs of layers); `solved` (the solver for the question),
 `best` (which split it is; `quick_bounds`; `all_ways`, `best_way`, `lower_limits` and `open_modes`
-where only a timeline tells what fits; `clock`), `plans` (a split as a plan; `assemble`, and
+where only a timeline tells what fits; `deadline`), `plans` (a split as a plan; `assemble`, and
 `sensitivity`), `advice` (why there is none); `evaluate`; `execution` (how a split is run), `times`
 (how long partitions and steps take, from the layers' times), `training_step` (a plan's step, as its
 profile predicts it).

@@ -13,7 +13,7 @@ from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
 from gpipebal.planner.all_ways import all_ways
 from gpipebal.planner.best_way import best_way
-from gpipebal.planner.clock import Clock
+from gpipebal.planner.deadline import Deadline
 from gpipebal.planner.lower_limits import under_lower_limits
 from gpipebal.planner.open_modes import quicker, roomier
 from gpipebal.planner.plans import fits, plan_of_split, value_of
@@ -61,7 +61,7 @@ def best_of(posed: Posed) -> Best:
     leave less open are asked too, so that more freedom does not have the worse plan; but see
     `_with_less_open` for when they are not.
     """
-    clock = Clock(posed.question.time_limit)
+    deadline = Deadline(posed.question.time_limit)
     best = _best_as_asked(posed)
     for one in _with_less_open(posed, best):
         try:
@@ -74,7 +74,7 @@ def best_of(posed: Posed) -> Best:
                 break
     if best.plan is None:
         best = _or_least_peak(posed, best)
-    return best if best.plan is None else best._replace(plan=quicker(posed, best.plan, clock))
+    return best if best.plan is None else best._replace(plan=quicker(posed, best.plan, deadline))
 
 
 def _or_least_peak(posed: Posed, best: Best) -> Best:
@@ -101,11 +101,11 @@ def _least_peak(posed: Posed) -> Plan | None:
     if posed.question.time_limit is None:
         return best_of(posed).plan
     # Only what searches for its own objective: all else has been done for the question, in vain.
-    found, clock = solved(posed, posed.problem, None), Clock(posed.question.time_limit)
+    found, deadline = solved(posed, posed.problem, None), Deadline(posed.question.time_limit)
     if found is None:
         return None
-    plan = _lower_peak_with_waiting(posed, plan_of_split(posed, found), clock)
-    return plan if fits(plan) else _best_under_lower_limits(posed, found, plan, clock)
+    plan = _lower_peak_with_waiting(posed, plan_of_split(posed, found), deadline)
+    return plan if fits(plan) else _best_under_lower_limits(posed, found, plan, deadline)
 
 
 def _with_less_open(posed: Posed, best: Best) -> Iterator[Posed]:
@@ -157,7 +157,7 @@ def _best_as_asked(posed: Posed) -> Best:
     this is tried all the same, but each search on the way returns the first split that it finds.
     """
     question = posed.question
-    clock = Clock(question.time_limit)
+    deadline = Deadline(question.time_limit)
     found = solved(posed, posed.problem, question.time_limit)
     if found is None:
         return Best(None, math.inf)
@@ -166,29 +166,29 @@ def _best_as_asked(posed: Posed) -> Best:
         found = found.with_bound(max(found.lower_bound, quick_bound_of(posed)))
     plan = plan_of_split(posed, found)
     if question.objective == "peak_memory" and question.cost is None:
-        plan = _lower_peak_with_waiting(posed, plan, clock)
+        plan = _lower_peak_with_waiting(posed, plan, deadline)
         ways = all_ways(posed, _MOST_PEAK_WAYS) if plan.gap else None
         if ways is not None:
             known = plan if fits(plan) else None
             any_plan = partial(_with_most_room, posed) if known is None else lambda: known
-            return Best(*best_way(posed, ways, found, clock, any_plan))
+            return Best(*best_way(posed, ways, found, deadline, any_plan))
     if fits(plan):
         return Best(plan, plan.lower_bound)
     ways = all_ways(posed, MOST_WAYS)
     if ways is not None:
-        return Best(*best_way(posed, ways, found, clock, partial(_with_most_room, posed)))
+        return Best(*best_way(posed, ways, found, deadline, partial(_with_most_room, posed)))
     bound = found.lower_bound
-    best = _best_under_lower_limits(posed, found, plan, clock)
+    best = _best_under_lower_limits(posed, found, plan, deadline)
     # For the least peak, `_lower_peak_with_waiting` has done so.
     if question.minimised != "peak_memory" and (best is None or best.value > bound):
-        careful = _solved_again(posed, posed.cautious, clock)
+        careful = _solved_again(posed, posed.cautious, deadline)
         best = _best_fitting(None if careful is None else plan_of_split(posed, careful), best)
     n_places = posed.problem.n_layers * posed.problem.n_partitions
-    is_late = clock.left == 0
+    is_late = deadline.left == 0
     if best is None and is_late:
         best = _with_most_room(posed)  # quicker than what is left
     if best is None or (best.value > bound and n_places <= _FEW_PLACES):
-        best, bound = _among_next(posed, best, bound, clock)
+        best, bound = _among_next(posed, best, bound, deadline)
     if best is None and not is_late:
         best = _with_most_room(posed)
     if best is None:
@@ -197,13 +197,15 @@ def _best_as_asked(posed: Posed) -> Best:
     return Best(_noted(best.with_bound(bound)), bound)
 
 
-def _best_under_lower_limits(posed: Posed, found: Split, plan: Plan, clock: Clock) -> Plan | None:
+def _best_under_lower_limits(
+    posed: Posed, found: Split, plan: Plan, deadline: Deadline
+) -> Plan | None:
     """Return the best plan that fits of a split, and of those under lower limits."""
     best: Plan | None = None
 
     def solve(problem: Problem) -> Split | None:
-        is_enough = best is not None and clock.left == 0
-        return None if is_enough else _solved_again(posed, problem, clock)
+        is_enough = best is not None and deadline.left == 0
+        return None if is_enough else _solved_again(posed, problem, deadline)
 
     for split, one in chain([(found, plan)], under_lower_limits(posed, found, plan, solve)):
         if best is not None and split.value >= best.value:
@@ -212,10 +214,10 @@ def _best_under_lower_limits(posed: Posed, found: Split, plan: Plan, clock: Cloc
     return best
 
 
-def _solved_again(posed: Posed, problem: Problem, clock: Clock) -> Split | None:
+def _solved_again(posed: Posed, problem: Problem, deadline: Deadline) -> Split | None:
     """Solve a variant of a question that has been answered, in the time that is left."""
     try:
-        return solved(posed, problem, clock.left)
+        return solved(posed, problem, deadline.left)
     except BalanceError:
         return None  # HiGHS found nothing in time; there is another answer
 
@@ -244,7 +246,7 @@ def _with_most_room(posed: Posed) -> Plan | None:
 
 
 def _among_next(
-    posed: Posed, best: Plan | None, bound: float, clock: Clock
+    posed: Posed, best: Plan | None, bound: float, deadline: Deadline
 ) -> tuple[Plan | None, float]:
     """Try the next best splits while there is time; return the best that fits, and a bound."""
     # Then one split is one plan, and no split that comes later in the ranking is better.
@@ -254,7 +256,7 @@ def _among_next(
     for other in _next_best(posed, most):
         if is_given:
             bound = max(bound, other.lower_bound)
-        if best is not None and (clock.left == 0 or other.lower_bound >= best.value):
+        if best is not None and (deadline.left == 0 or other.lower_bound >= best.value):
             return best, bound
         n_tried += 1
         plan = roomier(posed, other, plan_of_split(posed, other))
@@ -274,11 +276,11 @@ def _best_fitting(*plans: Plan | None) -> Plan | None:
     return min(known, key=lambda plan: plan.value, default=None)
 
 
-def _lower_peak_with_waiting(posed: Posed, plan: Plan, clock: Clock) -> Plan:
+def _lower_peak_with_waiting(posed: Posed, plan: Plan, deadline: Deadline) -> Plan:
     """Return the plan with the lower peak of two, one found where the most that can wait counts."""
     if plan.value <= plan.lower_bound and fits(plan):
         return plan
-    found = _solved_again(posed, posed.cautious, clock)
+    found = _solved_again(posed, posed.cautious, deadline)
     if found is None:
         return plan
     other = plan_of_split(posed, replace(found, lower_bound=plan.lower_bound))

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from gpipebal.plan import Plan
-from gpipebal.planner.clock import Clock
+from gpipebal.planner.deadline import Deadline
 from gpipebal.planner.plans import fits, plan_of_split, value_of
 from gpipebal.planner.posing import Posed
 from gpipebal.solvers import Split
@@ -43,7 +43,7 @@ def best_way(
     posed: Posed,
     ways: Sequence[Split],
     found: Split,
-    clock: Clock,
+    deadline: Deadline,
     any_plan: Callable[[], Plan | None],
 ) -> tuple[Plan | None, float]:
     """Return the best of all ways that keeps its limits in its own timeline.
@@ -52,7 +52,8 @@ def best_way(
         posed: The question.
         ways: All ways.
         found: The best split without what waits: no way's value is below its bound.
-        clock: When it is up, the search ends with the plan that is known to fit, or a valued way.
+        deadline: When it is up, the search ends with the plan that is known to fit, or a way
+            whose value is known.
         any_plan: Returns a plan that fits, if one is known or soon found.
 
     Returns:
@@ -63,7 +64,7 @@ def best_way(
     heapq.heapify(waiting)
     is_late = False
     while waiting:
-        if clock.is_up and not is_late:
+        if deadline.is_up and not is_late:
             is_late = True
             best = any_plan()
             if best is not None:

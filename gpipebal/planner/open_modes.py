@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpipebal.plan import Plan
-from gpipebal.planner.clock import Clock
+from gpipebal.planner.deadline import Deadline
 from gpipebal.planner.plans import fits, keeps_limit, plan_of_split, value_of
 from gpipebal.planner.posing import Posed
 from gpipebal.problem import to_bounds
@@ -59,13 +59,13 @@ def _slower(plan: Plan) -> tuple[CheckpointMode, ...]:
     return plan.modes
 
 
-def quicker(posed: Posed, plan: Plan, clock: Clock) -> Plan:
+def quicker(posed: Posed, plan: Plan, deadline: Deadline) -> Plan:
     """Give partitions faster modes, one after the other, as long as one fits, if modes are open.
 
     Args:
         posed: The question.
         plan: A plan that fits.
-        clock: When it is up, no more modes are tried.
+        deadline: When it is up, no more modes are tried.
 
     Returns:
         A plan that fits with the same cuts and devices, and a value that is no larger.
@@ -78,7 +78,7 @@ def quicker(posed: Posed, plan: Plan, clock: Clock) -> Plan:
         before = plan
         for j in range(plan.n_partitions):
             for mode in _faster(posed, plan, j):
-                if clock.is_up:
+                if deadline.is_up:
                     return plan
                 other = _with_modes(posed, plan, (*plan.modes[:j], mode, *plan.modes[j + 1 :]))
                 if other is not None and other.value <= plan.value and fits(other):

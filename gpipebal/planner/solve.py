@@ -10,7 +10,7 @@ from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
 from gpipebal.planner.advice import explain
 from gpipebal.planner.best import best_of_all
-from gpipebal.planner.clock import Clock
+from gpipebal.planner.deadline import Deadline
 from gpipebal.planner.devices import DeviceCosts
 from gpipebal.planner.layer_rules import LayerKey
 from gpipebal.planner.open_modes import quicker, roomier
@@ -252,7 +252,7 @@ def top_plans(profile: Profile, k: int, partitions: int, **options: Unpack[Optio
                     bound = min(bound, split.lower_bound)
                 plan = roomier(at, split, plan)
                 if fits(plan):
-                    plan = quicker(at, plan, Clock(None))
+                    plan = quicker(at, plan, Deadline(None))
             if fits(plan):
                 found.append((plan.value, len(found), at, plan))
                 continue

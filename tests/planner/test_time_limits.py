@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import gpipebal as gb
 from gpipebal.errors import BalanceError, InfeasibleError
-from gpipebal.planner import best, best_way, clock
+from gpipebal.planner import best, best_way, deadline
 from gpipebal.planner.posing import Posed
 from gpipebal.planner.schedules import search
 from gpipebal.planner.schedules.costs import ScheduleCosts
@@ -197,7 +197,7 @@ def test_few_ways_are_all_tried_until_one_fits(monkeypatch: pytest.MonkeyPatch) 
     least = int(gb.solve(profile, objective="peak_memory", **options).value)
     optimum = gb.solve(profile, memory_limit=least, **options)
     ticks = itertools.count(0, 100)
-    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
     assert gb.solve(profile, memory_limit=least, time_limit=50, **options).value == optimum.value
 
 
@@ -266,7 +266,7 @@ def test_ways_are_valued_as_long_as_there_is_time(
     value_of = best_way.value_of
     monkeypatch.setattr(best_way, "value_of", lambda *way: (valued.append(way), value_of(*way))[1])
     ticks = itertools.count()
-    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
     found = gb.solve(waiting_chain(), 3, time_limit=n_ticks, **_WAITING)
     assert len(valued) <= n_ticks
     assert found.lower_bound <= least.value <= found.value

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
 from gpipebal.planner.all_ways import all_ways
-from gpipebal.planner.clock import Clock
+from gpipebal.planner.deadline import Deadline
 from gpipebal.planner.open_modes import quicker, roomier
 from gpipebal.planner.plans import fits, plan_of_split
 from gpipebal.planner.posing import Posed
@@ -311,7 +311,7 @@ class _BestReplica:
             if self._posed.is_open:
                 self._left_out = min(self._left_out, bound)
         if time < self._time and fits(plan):
-            plan = quicker(self._posed, plan, Clock(None))
+            plan = quicker(self._posed, plan, Deadline(None))
             self._plan = self._with_bound(plan)
             self._time = self._time_of(found.bounds, plan.modes)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["Clock"]
+__all__ = ["Deadline"]
 
 
-class Clock:
+class Deadline:
     """How much is left of a time limit, which begins to run now; None: no limit.
 
     Example:
-        >>> Clock(None).left, Clock(0).left, Clock(None).is_up, Clock(0).is_up
+        >>> Deadline(None).left, Deadline(0).left, Deadline(None).is_up, Deadline(0).is_up
         (None, 0.0, False, True)
     """
 
