@@ -10,8 +10,8 @@ Read in this order: `dispatch` (which algorithm answers which question), then th
 ===================  ========================  ====================================
 method               entry                     built on
 ===================  ========================  ====================================
-bisection            `filling.bottleneck`      `bisection`, `ties`
-two-threshold sweep  `filling.makespan`        `filling.thresholds`, `ties`
+bisection            `filling.bottleneck`      `bisection`, `tiebreak`
+two-threshold sweep  `filling.makespan`        `filling.thresholds`, `tiebreak`
 pareto program       `filling.always`          `filling.paths`, `filling.pareto`
 set bisection        `sets.staircase`          `sets.reachability`, `sets.evenness`
 set sweep            `sets.staircase`          `sets.reachability`, `sets.evenness`
@@ -25,7 +25,7 @@ open or some are ``'always'``, the set sweep and the box search are run by `sets
 three times.
 
 The first three methods fill partitions one after the other: `chain` has their vocabulary, and
-`ties` chooses among splits that are equally good. The other methods keep sets of ends.
+`tiebreak` chooses among splits that are equally good. The other methods keep sets of ends.
 
 Without a method name: `next_best` (the k best splits), `infeasible` (why there is no split),
 `dense` (any cost of a partition), and `knapsack` (the cheapest way through a chain under a limit of

@@ -16,9 +16,9 @@ from gpipebal.solvers import split
 from gpipebal.solvers.bisection import smallest_limit
 from gpipebal.solvers.chain import Limit, meet, reach_limit, reach_within, windows
 from gpipebal.solvers.sets import evenness
-from gpipebal.solvers.ties import by_rows, near_even, tiebreak
-from gpipebal.solvers.ties.narrow import squares_in_windows
-from gpipebal.solvers.ties.tiebreak import fewest_squares, sum_of_squares
+from gpipebal.solvers.tiebreak import by_rows, choose, near_even
+from gpipebal.solvers.tiebreak.choose import fewest_squares, sum_of_squares
+from gpipebal.solvers.tiebreak.narrow import squares_in_windows
 
 #: How to choose each of the three ways.
 BY_TABLE = {"_FEW": 10**9}
@@ -29,7 +29,7 @@ BY_ROWS = {"_FEW": -1, "_RUNS": 10**9, "_TABLE_PASSES": 10**9}
 def set_to(patch: pytest.MonkeyPatch, way: dict[str, int]) -> None:
     """Make the tie-break go a way, where numbers allow it."""
     for name, value in way.items():
-        patch.setattr(tiebreak, name, value)
+        patch.setattr(choose, name, value)
 
 
 @st.composite
@@ -162,7 +162,7 @@ def test_windows_near_even_places_hold_the_best_split(
     with pytest.MonkeyPatch.context() as patch:
         set_to(patch, {**BY_ROWS, "_WIDE": -1, "_LAYERS": -1})
         if not rows:
-            patch.setattr(tiebreak, "fits", lambda *_: False)
+            patch.setattr(choose, "fits", lambda *_: False)
         patch.setattr(near_even, "_MOST_SHARES", shares)
         patch.setattr(by_rows, "_AT_HAND", at_hand)
         bounds = fewest_squares(sums, [limit], n_partitions)

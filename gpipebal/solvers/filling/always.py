@@ -23,7 +23,7 @@ from gpipebal.solvers.bisection import largest_layer, smallest_limit
 from gpipebal.solvers.chain import Limit, Solution
 from gpipebal.solvers.filling.paths import solve_all_paths
 from gpipebal.solvers.filling.thresholds import smallest_sum
-from gpipebal.solvers.ties.tiebreak import tie_break
+from gpipebal.solvers.tiebreak.choose import tie_break
 
 __all__ = ["solve_makespan_always"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gpipebal.problem import Problem
 from gpipebal.solvers.bisection import floor, smallest_limit
 from gpipebal.solvers.chain import Limit, Solution
-from gpipebal.solvers.ties.tiebreak import fewest_squares
+from gpipebal.solvers.tiebreak.choose import fewest_squares
 
 __all__ = ["solve_bottleneck"]
 
@@ -19,7 +19,7 @@ def solve_bottleneck(problem: Problem) -> Solution:
 
     Complexity:
         O(P K log N) for N layers, K partitions and P probes, about 2 to 18; and the tie-break,
-        see `gpipebal.solvers.ties.tiebreak`.
+        see `gpipebal.solvers.tiebreak.choose`.
 
     Example:
         >>> solve_bottleneck(Problem.from_costs([5, 32, 17, 20, 50, 27, 25, 25], 4))

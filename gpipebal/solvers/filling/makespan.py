@@ -13,7 +13,7 @@ from __future__ import annotations
 from gpipebal.problem import Problem
 from gpipebal.solvers.chain import Limit, Solution
 from gpipebal.solvers.filling.thresholds import smallest_sum
-from gpipebal.solvers.ties.tiebreak import tie_break
+from gpipebal.solvers.tiebreak.choose import tie_break
 
 __all__ = ["solve_makespan"]
 

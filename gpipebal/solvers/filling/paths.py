@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from gpipebal.problem import Problem
 from gpipebal.solvers.chain import Solution, reach_limit
 from gpipebal.solvers.filling.pareto import ParetoProgram, TooManyLabels
-from gpipebal.solvers.ties.tiebreak import sum_of_squares, tie_break
+from gpipebal.solvers.tiebreak.choose import sum_of_squares, tie_break
 
 __all__ = ["solve_all_paths"]
 

@@ -1,6 +1,6 @@
 """The most even of the splits that keep all limits, when nothing is known about what is allowed.
 
-The same choice as in `gpipebal.solvers.ties.tiebreak`, for problems with memory limits, links,
+The same choice as in `gpipebal.solvers.tiebreak.choose`, for problems with memory limits, links,
 rules or different devices: least sum of squared partition times, then leftmost cuts. A table over
 cuts and places, from the right, restricted to places that lie on some split; all ends of all starts
 of a cut are compared at once.

@@ -15,10 +15,10 @@ from itertools import pairwise
 
 from gpipebal.solvers.bisection import floor, smallest_limit
 from gpipebal.solvers.chain import Limit, everywhere, windows
-from gpipebal.solvers.ties.by_rows import fits, squares_by_rows
-from gpipebal.solvers.ties.narrow import squares_in_windows
-from gpipebal.solvers.ties.near_even import near_even, near_even_windows, unevenness
-from gpipebal.solvers.ties.parametric import priced_least_squares
+from gpipebal.solvers.tiebreak.by_rows import fits, squares_by_rows
+from gpipebal.solvers.tiebreak.narrow import squares_in_windows
+from gpipebal.solvers.tiebreak.near_even import near_even, near_even_windows, unevenness
+from gpipebal.solvers.tiebreak.parametric import priced_least_squares
 
 __all__ = ["fewest_squares", "sum_of_squares", "tie_break"]
 

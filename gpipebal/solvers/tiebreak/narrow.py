@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from gpipebal.solvers.chain import Limit
-from gpipebal.solvers.ties.envelope import cheapest_ends
+from gpipebal.solvers.tiebreak.envelope import cheapest_ends
 
 __all__ = ["squares_in_windows"]
 

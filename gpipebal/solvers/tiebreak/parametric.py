@@ -20,7 +20,7 @@ from itertools import pairwise
 from math import isqrt
 
 from gpipebal.solvers.chain import Limit
-from gpipebal.solvers.ties.envelope import cheapest_ends
+from gpipebal.solvers.tiebreak.envelope import cheapest_ends
 
 __all__ = ["priced_least_squares"]
 

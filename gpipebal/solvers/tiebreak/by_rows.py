@@ -4,7 +4,7 @@ A table over cuts and places, from the right. What a partition costs depends on 
 on how many it has, not on which partition it is: so costs are written down once, a row for each
 number of layers, for as long a piece of the chain as stays in the processor's cache. Then a cut
 takes two operations on rows: add what follows each end, take the least. Everything is a machine
-integer: see `gpipebal.solvers.ties.near_even` for why it fits.
+integer: see `gpipebal.solvers.tiebreak.near_even` for why it fits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gpipebal.solvers.chain import Limit
-from gpipebal.solvers.ties.near_even import Even
+from gpipebal.solvers.tiebreak.near_even import Even
 
 __all__ = ["fits", "squares_by_rows"]
 
@@ -75,7 +75,7 @@ def squares_by_rows(
         limits: What every partition keeps.
         first: First place of each bound; see `gpipebal.solvers.chain.windows`.
         last: Last place of each bound.
-        even: What `gpipebal.solvers.ties.near_even.near_even` found; it `fits`.
+        even: What `gpipebal.solvers.tiebreak.near_even.near_even` found; it `fits`.
         most_runs: How many runs may be looked at.
 
     Returns:
