@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from gpipebal.argument_kinds import check_path
 from gpipebal.copies import deep_copy
@@ -30,6 +31,7 @@ from gpipebal.run.places import choose_places, describe_places, shares_places
 from gpipebal.run.workload import Workload, load_workload
 from gpipebal.schedule import CheckpointMode, check_checkpoint, check_count
 from gpipebal.simulator import held_of, memory_over_time
+from gpipebal.timeline import Timeline
 from gpipebal.units import count
 
 __all__ = ["run"]
@@ -212,68 +214,76 @@ class _Job:
         return sum(parameter.numel() for parameter in self.workload.model.parameters())
 
     def do(self) -> RunReport:
-        workload, n_partitions = self.workload, len(self.places)
-        layers = count(len(workload.model), "layer")
-        self.echo(f"{workload.name}: {layers}, {self.n_parameters:,} parameters")
+        model = self.workload.model
+        layers = count(len(model), "layer")
+        self.echo(f"{self.workload.name}: {layers}, {self.n_parameters:,} parameters")
         self.echo(describe_places(self.places, self.threads))
-        if not workload.model.training:
-            workload.model.train()  # such a model is profiled as if it were trained
+        if not model.training:
+            model.train()  # such a model is profiled as if it were trained
         # Both trainings start from the same values; the pipeline trains the model itself.
-        plain_model = deep_copy(workload.model, {})
+        plain_model = deep_copy(model, {})
         self.echo(f"Profiling {layers}")
-        profile = profile_model(
+        profile = self._profile()
+        self.folder.write("profile.json", profile.save)
+        plan = self._plan(profile)
+        self.echo(f"\n{plan}\n")
+        self.folder.write("plan.json", plan.save)
+        measured = self._train(plan, plain_model)
+        report = self._report(profile, plan, measured)
+        self._write_comparison(profile, plan, measured.timeline, report)
+        return report
+
+    def _profile(self) -> Profile:
+        """Measure the layers on the first of the devices."""
+        workload = self.workload
+        return profile_model(
             workload.model,
             workload.sample,
             device=self.places[0],
             chunks=self.chunks,
             threads=self.threads,
-            partitions=n_partitions,
+            partitions=len(self.places),
             loss_fn=workload.loss_fn,
             target=workload.target,
             optimizer=workload.make_optimizer,
             progress=self.progress,
             **workload.parting,
         )
-        self.folder.write("profile.json", profile.save)
-        plan = self._plan(profile)
-        self.echo(f"\n{plan}\n")
-        self.folder.write("plan.json", plan.save)
 
+    def _train(self, plan: Plan, plain_model: nn.Module) -> Measured:
+        """Train the model as a pipeline, and its copy without one."""
         pipe = GPipe.from_plan(
-            workload.model,
+            self.workload.model,
             plan,
             devices=self.places,
             threads_per_partition=self.threads,
-            **workload.dims,
+            **self.workload.dims,
         )
         try:
-            measured = train_in_turns(
+            return train_in_turns(
                 pipe,
                 plain_model,
-                workload,
+                self.workload,
                 steps=self.steps,
                 progress=self.progress,
                 echo=self.echo,
             )
         finally:
             pipe.close()
+
+    def _write_comparison(
+        self, profile: Profile, plan: Plan, measured: Timeline, report: RunReport
+    ) -> None:
+        """Write the measured step next to the predicted one."""
         # The predicted training step counts more than the plan's makespan.
-        predicted = training_step(profile, plan)
-        timeline = measured.timeline
-        held = held_of(profile, plan)
+        predicted, held = training_step(profile, plan), held_of(profile, plan)
+        memory = [memory_over_time(each, held) for each in (measured, predicted)]
         self.folder.write(
-            "timeline.json",
-            lambda path: timeline.save(
-                path,
-                beside=[predicted],
-                memory=[memory_over_time(each, held) for each in (timeline, predicted)],
-            ),
+            "timeline.json", lambda path: measured.save(path, beside=[predicted], memory=memory)
         )
-        report = self._report(profile, plan, measured)
         self.folder.write("report.json", report.save)
-        figure = plot_run(profile, plan, predicted, timeline)
+        figure = plot_run(profile, plan, predicted, measured)
         self.folder.write("plan.png", lambda path: save_figure(figure, path))
-        return report
 
     def _report(self, profile: Profile, plan: Plan, measured: Measured) -> RunReport:
         """Put together what was predicted and measured."""
