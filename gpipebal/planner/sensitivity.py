@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 import numpy as np
 
@@ -216,23 +216,24 @@ def _of_paths(
     """Return the growth of the makespan where any partition may be the one that decides."""
     if len(modes) > _MOST_PATHS:
         return None
-    of, repeats = _Part(problem, modes, order), problem.chunks - 1
-    parts = [of(j, start, end) for j, (start, end) in enumerate(pairwise(bounds))]
+    times_of, repeats = _Partitions(problem, modes, order).times_of, problem.chunks - 1
+    parts = [times_of(j, start, end) for j, (start, end) in enumerate(pairwise(bounds))]
 
-    def value(rows: Sequence[tuple[int, ...]]) -> int:
+    def value(rows: Sequence[_PartTimes]) -> int:
         # For each split again: one with a slow link or device may need larger numbers than others.
         small = sum(map(sum, rows)) * max(1, repeats) < 2**62
         table = np.array(rows, dtype=np.int64 if small else object)
         # As in `Costs.makespan`: forwards up to a partition, its recompute, all backwards from it.
-        once, early, first, again, _ = table.T
-        slowest = np.maximum.accumulate(first) + np.maximum.accumulate(again)
-        return int((np.cumsum(once) + early + repeats * slowest).max())
+        once, last_recompute, first_phase, second_phase, _ = table.T
+        slowest = np.maximum.accumulate(first_phase) + np.maximum.accumulate(second_phase)
+        return int((np.cumsum(once) + last_recompute + repeats * slowest).max())
 
     now = value(parts)
 
     def change(j: int, cut: int) -> float:
         rows = list(parts)
-        rows[j - 1], rows[j] = of(j - 1, bounds[j - 1], cut), of(j, cut, bounds[j + 1])
+        rows[j - 1] = times_of(j - 1, bounds[j - 1], cut)
+        rows[j] = times_of(j, cut, bounds[j + 1])
         return problem.to_time(value(rows) - now)
 
     return change
@@ -246,45 +247,72 @@ def _of_times(
     objective: TimeObjective,
 ) -> Callable[[int, int], float]:
     """Return the growth of makespan or bottleneck, from the two partitions that change."""
-    of, repeats = _Part(problem, modes, order), problem.chunks - 1
-    parts = [of(j, start, end) for j, (start, end) in enumerate(pairwise(bounds))]
-    once, _, *columns = zip(*parts, strict=True)
-    beside = [_without_two(column) for column in columns]
-    total = sum(once)
+    times_of, repeats = _Partitions(problem, modes, order).times_of, problem.chunks - 1
+    parts = [times_of(j, start, end) for j, (start, end) in enumerate(pairwise(bounds))]
+    #: By partition, what limits the pace of each phase and of both together.
+    paces = list(zip(*(part.paces for part in parts), strict=True))
+    beside = [_without_two(pace) for pace in paces]
+    total = sum(part.once for part in parts)
 
-    def value(passed: int, first: float, again: float, load: float) -> float:
-        return load if objective == "bottleneck" else passed + repeats * (first + again)
+    def value(once: int, first_phase: float, second_phase: float, load: float) -> float:
+        return load if objective == "bottleneck" else once + repeats * (first_phase + second_phase)
 
-    now = value(total, *map(max, columns))
+    now = value(total, *map(max, paces))
 
     def change(j: int, cut: int) -> float:
-        left, right = of(j - 1, bounds[j - 1], cut), of(j, cut, bounds[j + 1])
-        passed = total - once[j - 1] - once[j] + left[0] + right[0]
-        most = [max(left[k + 2], right[k + 2], beside[k][j]) for k in range(3)]
-        return problem.to_time(int(value(passed, *most) - now))
+        left, right = times_of(j - 1, bounds[j - 1], cut), times_of(j, cut, bounds[j + 1])
+        once = total - parts[j - 1].once - parts[j].once + left.once + right.once
+        most = [
+            max(here, there, others[j])
+            for here, there, others in zip(left.paces, right.paces, beside, strict=True)
+        ]
+        return problem.to_time(int(value(once, *most) - now))
 
     return change
 
 
-class _Part:
-    """The scaled times of one partition, with the link that leads to it where that overlaps."""
+class _PartTimes(NamedTuple):
+    """The scaled times of one partition, with the link that leads to it where that overlaps.
+
+    Attributes:
+        once: What a micro-batch takes on its way there and back.
+        last_recompute: The recompute of the last micro-batch.
+        first_phase: What limits the pace of forwards.
+        second_phase: What limits the pace of recomputes and backwards.
+        load: What limits the pace of micro-batches.
+    """
+
+    once: int
+    last_recompute: int
+    first_phase: int
+    second_phase: int
+    load: int
+
+    @property
+    def paces(self) -> tuple[int, int, int]:
+        """What limits a pace, which the largest partition decides."""
+        return self.first_phase, self.second_phase, self.load
+
+
+class _Partitions:
+    """The times of partitions of any layers, each on its device and in its mode."""
 
     def __init__(
         self, problem: Problem, modes: Sequence[CheckpointMode], order: Sequence[int]
     ) -> None:
         self._costs, self._modes, self._order = problem.costs, modes, order
 
-    def __call__(self, j: int, start: int, end: int) -> tuple[int, int, int, int, int]:
-        """Return a run's ``once``, last recompute, forward, backward, and all of its time."""
+    def times_of(self, j: int, start: int, end: int) -> _PartTimes:
+        """Return the times of partition j with these layers."""
         costs = self._costs
         part = costs.part(start, end, self._order[j], self._modes[j])
         there, back = costs.send[start], costs.give_back[start]
         if not costs.overlaps:
             there = back = 0
-        return (
-            part.forward + part.backward + there + back,
-            part.last_recompute,
-            max(part.forward, there),
-            max(part.backward + part.recompute, back),
-            max(part.load, there + back),
+        return _PartTimes(
+            once=part.forward + part.backward + there + back,
+            last_recompute=part.last_recompute,
+            first_phase=max(part.forward, there),
+            second_phase=max(part.backward + part.recompute, back),
+            load=max(part.load, there + back),
         )
