@@ -2,14 +2,12 @@
 
 Read in this order: `solve`, `question` (what can be asked, with `layer_rules` and `devices`),
 `own_cost` (a cost that the caller gives); `posing` (the question as a problem for the solvers, with
-`quantiles`); `runs` (the memory of all runs of layers); `solved` (the solver for the question),
-`best` (which split it is; `quick_bounds`; `all_ways`, `best_way`, `lower_limits` and `open_modes`
-where only a timeline tells what fits; `deadline`), `plans` (a split as a plan; `assemble`, and
-`sensitivity`), `advice` (why there is none); `evaluate`; `execution` (how a split is run), `times`
-(how long partitions and steps take, from the layers' times), `training_step` (a plan's step, as its
-profile predicts it).
+`quantiles`); `runs` (the memory of all runs of layers); `search` (which split is best); `plans` (a
+split as a plan; `assemble`, and `sensitivity`), `advice` (why there is none); `evaluate`;
+`execution` (how a split is run), `times` (how long partitions and steps take, from the layers'
+times), `training_step` (a plan's step, as its profile predicts it).
 
-Besides these: `schedules` (the search under schedules without a closed form), `grid` (several
+Besides these: `schedules` (local search under schedules without a closed form), `grid` (several
 pipelines that share the rows), `thumb_comparison` (a plan next to `rules_of_thumb`), and
 `recompute` (single layers recomputed inside the partitions of a plan).
 """

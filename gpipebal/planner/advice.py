@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from gpipebal.errors import BalanceError, InfeasibleError, ProfileError
 from gpipebal.plan.text import layer_range
-from gpipebal.planner.all_ways import all_ways
-from gpipebal.planner.best import MOST_WAYS
 from gpipebal.planner.devices import DeviceCosts
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Question
+from gpipebal.planner.search.all_ways import all_ways
+from gpipebal.planner.search.best import MOST_WAYS
 from gpipebal.planner.times import order_for
 from gpipebal.problem import Device, Problem, Rules
 from gpipebal.problem.chunking import chunk_candidates

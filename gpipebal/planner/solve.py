@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Literal
 from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
 from gpipebal.planner.advice import explain
-from gpipebal.planner.best import best_of_all
-from gpipebal.planner.deadline import Deadline
 from gpipebal.planner.devices import DeviceCosts
 from gpipebal.planner.layer_rules import LayerKey
-from gpipebal.planner.open_modes import quicker, roomier
 from gpipebal.planner.plans import fits, plan_of_split, with_sensitivity
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Options, Size, ask
+from gpipebal.planner.search.best import best_of_all
+from gpipebal.planner.search.deadline import Deadline
+from gpipebal.planner.search.open_modes import quicker, roomier
 from gpipebal.planner.times import order_for
 from gpipebal.problem import Link, Rules
 from gpipebal.profile import Profile

@@ -16,7 +16,7 @@ from gpipebal.planner import lower_limits, solve
 from gpipebal.planner.posing import pose
 from gpipebal.planner.question import ask
 from gpipebal.planner.runs.memory import RunMemory
-from gpipebal.planner.solved import solved
+from gpipebal.planner.search.solved import solved
 
 PROFILES = Path(__file__).parents[2] / "profiles"
 

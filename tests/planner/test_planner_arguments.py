@@ -15,7 +15,7 @@ from torch import nn
 import gpipebal as gb
 from gpipebal.errors import BalanceError
 from gpipebal.planner import recompute_layers
-from gpipebal.planner.quick_bounds import lower_bound_of
+from gpipebal.planner.search.lower_bounds import lower_bound_of
 from gpipebal.problem import Device, Problem, Rules
 from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.schedule import gpipe_schedule

@@ -14,7 +14,7 @@ from gpipebal.errors import BalanceError, ProfileError
 from gpipebal.planner import evaluate, solve, top_plans
 from gpipebal.planner.posing import pose
 from gpipebal.planner.question import Options, ask
-from gpipebal.planner.quick_bounds import lower_bound_of
+from gpipebal.planner.search.lower_bounds import lower_bound_of
 from gpipebal.problem.chunking import at_chunks, chunk_candidates
 
 ROWS = (1, 4, 16)

@@ -261,7 +261,7 @@ def test_of_many_splits_those_with_most_room_are_tried(monkeypatch: pytest.Monke
     """Where not all can be looked at, those that lack least are; else the error says so."""
     forward, saved, output = [9.0, 9.0, 9.0], [50, 0, 50], [50, 5, 0]
     profile = gb.Profile.from_costs(forward, saved_bytes=saved, output_bytes=output, chunks=4)
-    monkeypatch.setattr("gpipebal.planner.best.MOST_WAYS", 0)
+    monkeypatch.setattr("gpipebal.planner.search.best.MOST_WAYS", 0)
     monkeypatch.setattr("gpipebal.planner.advice.MOST_WAYS", 0)
     assert solve(profile, 2, schedule="1f1b", memory_limit=160).balance
     with pytest.raises(InfeasibleError, match="but none of those tried does with what waits"):

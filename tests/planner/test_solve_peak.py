@@ -10,7 +10,7 @@ import pytest
 import gpipebal as gb
 from gpipebal.planner import best, solve
 from gpipebal.planner.posing import Posed
-from gpipebal.planner.solved import solved
+from gpipebal.planner.search.solved import solved
 from gpipebal.problem import Problem
 from gpipebal.solvers import Split
 

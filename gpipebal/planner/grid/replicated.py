@@ -27,11 +27,11 @@ from typing import NamedTuple
 
 from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
-from gpipebal.planner.all_ways import all_ways
-from gpipebal.planner.deadline import Deadline
-from gpipebal.planner.open_modes import quicker, roomier
 from gpipebal.planner.plans import fits, plan_of_split
 from gpipebal.planner.posing import Posed
+from gpipebal.planner.search.all_ways import all_ways
+from gpipebal.planner.search.deadline import Deadline
+from gpipebal.planner.search.open_modes import quicker, roomier
 from gpipebal.problem import Link, Problem, Rules, to_bounds
 from gpipebal.profile import Profile
 from gpipebal.schedule import CheckpointMode

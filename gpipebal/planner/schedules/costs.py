@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gpipebal.planner.schedules.bounds import Columns, Relaxed, rows_of
+from gpipebal.planner.schedules.lower_bound import Columns, Relaxed, rows_of
 from gpipebal.problem import Problem
 from gpipebal.schedule import CheckpointMode, Order
 from gpipebal.schedule.actions import W

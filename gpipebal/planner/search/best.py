@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
-from gpipebal.planner.all_ways import all_ways
-from gpipebal.planner.best_way import best_way
-from gpipebal.planner.deadline import Deadline
-from gpipebal.planner.lower_limits import under_lower_limits
-from gpipebal.planner.open_modes import quicker, roomier
 from gpipebal.planner.plans import fits, plan_of_split, value_of
 from gpipebal.planner.posing import Posed, pose
-from gpipebal.planner.quick_bounds import quick_bound_of
-from gpipebal.planner.solved import solved
+from gpipebal.planner.search.all_ways import all_ways
+from gpipebal.planner.search.best_way import best_way
+from gpipebal.planner.search.deadline import Deadline
+from gpipebal.planner.search.lower_bounds import quick_bound_of
+from gpipebal.planner.search.lower_limits import under_lower_limits
+from gpipebal.planner.search.open_modes import quicker, roomier
+from gpipebal.planner.search.solved import solved
 from gpipebal.problem import Problem, to_bounds
 from gpipebal.schedule import CHECKPOINT_MODES
 from gpipebal.solvers import Split, iter_best_splits
@@ -306,14 +306,14 @@ def best_of_all(posed: Sequence[Posed]) -> tuple[Posed, Plan] | None:
     if len(posed) == 1:
         plan = best_of(posed[0]).plan
         return None if plan is None else (posed[0], plan)
-    bounds = [quick_bound_of(one) for one in posed]
+    lower_bounds = [quick_bound_of(one) for one in posed]
     best: tuple[Posed, Plan] | None = None
     proven = math.inf
-    for k in sorted(range(len(posed)), key=bounds.__getitem__):
-        if best is not None and bounds[k] >= best[1].value:
+    for k in sorted(range(len(posed)), key=lower_bounds.__getitem__):
+        if best is not None and lower_bounds[k] >= best[1].value:
             break
-        plan, bound = best_of(posed[k])
-        proven = min(proven, bound)
+        plan, lower_bound = best_of(posed[k])
+        proven = min(proven, lower_bound)
         if plan is not None and (best is None or plan.value < best[1].value):
             best = posed[k], plan
     if best is None:

@@ -6,10 +6,10 @@ from dataclasses import replace
 from functools import cache
 
 from gpipebal.errors import InfeasibleError
-from gpipebal.planner.all_ways import device_orders
 from gpipebal.planner.own_cost import cost_of_run
 from gpipebal.planner.posing import Posed
 from gpipebal.planner.schedules.search import search_schedule
+from gpipebal.planner.search.all_ways import device_orders
 from gpipebal.problem import Problem
 from gpipebal.simulator import weight_shares
 from gpipebal.solvers import Split, find, split_any_cost

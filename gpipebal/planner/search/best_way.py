@@ -15,9 +15,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from gpipebal.plan import Plan
-from gpipebal.planner.deadline import Deadline
 from gpipebal.planner.plans import fits, plan_of_split, value_of
 from gpipebal.planner.posing import Posed
+from gpipebal.planner.search.deadline import Deadline
 from gpipebal.solvers import Split
 
 __all__ = ["best_way"]
