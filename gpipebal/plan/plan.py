@@ -224,7 +224,7 @@ class Plan:
         )
 
     @property
-    def recomputes(self) -> bool:
+    def has_recomputes(self) -> bool:
         """Whether any micro-batch is recomputed."""
         return any(self.recomputed)
 

@@ -50,7 +50,7 @@ def _table(plan: Plan) -> str:
     header += ["device"] if moved else []
     header += ["checkpoint"] if mixed else []
     header += ["forward", "backward"]
-    header += ["recompute"] if plan.recomputes else []
+    header += ["recompute"] if plan.has_recomputes else []
     header += ["transfers"] if linked else []
     header += [_memory_title(plan)]
     header += ["limit"] if limited else []
@@ -61,7 +61,7 @@ def _table(plan: Plan) -> str:
         row += [str(plan.devices[j])] if moved else []
         row += [plan.modes[j]] if mixed else []
         row += [format_seconds(part.forward_time), format_seconds(part.backward_time)]
-        if plan.recomputes:
+        if plan.has_recomputes:
             row += [format_seconds(part.recompute_time) if plan.recomputed[j] else "-"]
         row += [format_seconds(part.receive_time + part.return_time)] if linked else []
         row += [format_bytes(part.memory.total)]
@@ -252,7 +252,7 @@ def _memory(plan: Plan) -> list[str]:
 
 
 def _modes(plan: Plan) -> list[str]:
-    if not plan.recomputes:
+    if not plan.has_recomputes:
         return ["Nothing is recomputed."]
     again = [j for j, count in enumerate(plan.recomputed) if count]
     where = "All partitions" if len(again) == plan.n_partitions else _partitions(again)

@@ -130,7 +130,7 @@ def plot_balance(
     colours = [hues[j] for j, n_layers in enumerate(plan.balance) for _ in range(n_layers)]
     if profile.rows != plan.rows:
         profile = profile.at_rows(plan.rows)
-    kinds = _layer_costs(profile, by, recomputes=plan.recomputes)
+    kinds = _layer_costs(profile, by, recomputes=plan.has_recomputes)
     if by == "time":
         kinds = {kind: _as_planned(kind, times, plan) for kind, times in kinds.items()}
     entries = _draw_bars(ax, kinds, colours, by)
@@ -197,7 +197,7 @@ def plot_partitions(plan: Plan, *, ax: Axes | None = None) -> Axes:
     n = plan.n_partitions
     ax = axes_or_new(ax, min(12.0, max(4.5, 1.5 + 0.5 * n)), 3.6)
     kinds = {"F": [part.forward_time for part in plan.partitions]}
-    if plan.recomputes:
+    if plan.has_recomputes:
         kinds["R"] = [
             part.recompute_time if again else 0.0
             for part, again in zip(plan.partitions, plan.recomputed, strict=True)

@@ -52,7 +52,7 @@ class Problem:
         forward: Forward time of each layer.
         backward: Backward time of each layer, without recompute; as long as `forward`.
         recompute: Time to repeat the forward of each layer in the backward phase; as long as
-            `forward`. It counts only where `recomputes` is true.
+            `forward`. It counts only where `has_recomputes` is true.
         n_partitions: Number of partitions, 1 to number of layers.
         chunks: Number of micro-batches in a mini-batch, 1 or more.
         checkpoint: Which micro-batches are recomputed: one mode, one for each partition, or
@@ -160,7 +160,7 @@ class Problem:
         return len(self.forward)
 
     @property
-    def recomputes(self) -> bool:
+    def has_recomputes(self) -> bool:
         """Whether any partition recomputes a micro-batch, so that recompute times count."""
         modes = {self.checkpoint} if isinstance(self.checkpoint, str) else set(self.checkpoint)
         return "always" in modes or (modes != {"never"} and self.chunks > 1)
@@ -172,7 +172,7 @@ class Problem:
         one_mode = isinstance(self.checkpoint, str) and self.checkpoint != "auto"
         # A single partition recomputes all of its layers, unless nothing in it needs a gradient.
         some_differ = self.n_partitions > 1 or self.n_frozen == self.n_layers
-        alike = not (self.n_frozen and self.recomputes and some_differ)
+        alike = not (self.n_frozen and self.has_recomputes and some_differ)
         return one_mode and alike and all(extra is None for extra in extras)
 
     @cached_property
@@ -219,7 +219,7 @@ class Problem:
     @cached_property
     def recompute_sums(self) -> tuple[int, ...]:
         """Prefix sums of the scaled recompute times that count; zeros where none does."""
-        return self._all_recompute_sums if self.recomputes else (0,) * (self.n_layers + 1)
+        return self._all_recompute_sums if self.has_recomputes else (0,) * (self.n_layers + 1)
 
     @cached_property
     def load_sums(self) -> tuple[int, ...]:

@@ -208,7 +208,7 @@ def profile_model(
     )
     n_partitions = check_count("partitions", partitions)
     if method == "estimate":
-        from gpipebal.profiler.estimate.profile import DEFAULT_RATES, estimate_training
+        from gpipebal.profiler.estimate import DEFAULT_RATES, estimate_training
 
         _refuse(
             "method='estimate'",

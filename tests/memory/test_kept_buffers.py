@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from counted_memory import count, least_and_most, squares
+from estimated import estimate_profile
 from torch import Tensor, nn
 
 import gpipebal as gb
@@ -14,7 +15,6 @@ from gpipebal.memory import partition_memory
 from gpipebal.memory.cell import Cell
 from gpipebal.pipeline import GPipe
 from gpipebal.pipeline.layers.buffers import SMALL, Buffers
-from gpipebal.profiler.estimate import estimate_profile
 
 CHUNKS = 12
 #: More numbers than a small buffer has.

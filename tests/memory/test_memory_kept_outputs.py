@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from counted_memory import count, least_and_most, measured, squares
+from estimated import estimate_profile
 from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.memory import partition_memory
 from gpipebal.memory.layer_runs import with_runs
 from gpipebal.pipeline import GPipe
-from gpipebal.profiler.estimate import estimate_profile
 from gpipebal.skip import pop, skippable, stash
 
 pytestmark = pytest.mark.timeout(120)

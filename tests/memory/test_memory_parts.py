@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from counted_memory import count, least_and_most, measured, squares
+from estimated import estimate_profile
 from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.pipeline import GPipe
 from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.pipeline.observers.shares import share_out
-from gpipebal.profiler.estimate import estimate_profile
 from gpipebal.profiler.replicas.owned import bytes_of_loss, own_bytes
 
 pytestmark = pytest.mark.timeout(120)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from counted_memory import WAYS, count, least_and_most, squares
+from estimated import estimate_profile
 from torch import Tensor, nn
 
 import gpipebal as gb
@@ -23,7 +24,6 @@ from gpipebal.planner import evaluate
 from gpipebal.problem import Link
 from gpipebal.profile import TieProfile
 from gpipebal.profile.ties import find_ties
-from gpipebal.profiler.estimate import estimate_profile
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -12,10 +12,11 @@ import pytest
 
 import gpipebal as gb
 from gpipebal.errors import InfeasibleError
-from gpipebal.planner import lower_limits, solve
+from gpipebal.planner import solve
 from gpipebal.planner.posing import pose
 from gpipebal.planner.question import ask
 from gpipebal.planner.runs.memory import RunMemory
+from gpipebal.planner.search import lower_limits
 from gpipebal.planner.search.solved import solved
 
 PROFILES = Path(__file__).parents[2] / "profiles"

@@ -120,7 +120,7 @@ def test_each_partition_has_its_mode() -> None:
     plan = _plan(checkpoint=["never", "except_last"])
     assert plan.checkpoint == plan.modes == ("never", "except_last")
     assert _plan().modes == ("except_last", "except_last")
-    assert plan.recomputes and plan.recomputed == (0, 3)
+    assert plan.has_recomputes and plan.recomputed == (0, 3)
     assert [plan.micro_batch_time(j) for j in range(2)] == [3.0, 2.0]
     assert plan.bubble_fraction * 40.0 + 4 * (3.0 + 1.5) + 3 * 0.5 == pytest.approx(40.0)
 
@@ -132,7 +132,7 @@ def test_recomputes_are_those_of_the_schedule() -> None:
     assert [plan.micro_batch_time(j) for j in range(2)] == [3.5, 1.5]
     assert plan.bubble_fraction * 40.0 + 4 * (3.0 + 1.5) + 4 * 0.5 == pytest.approx(40.0)
     alone = _plan(checkpoint="always", schedule="1f1b", chunks=1)
-    assert not alone.recomputes
+    assert not alone.has_recomputes
     # Of a schedule that is not known here, the modes are all there is to go by.
     assert _plan(checkpoint="always", schedule="zigzag").recomputed == (4, 4)
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 import gpipebal as gb
-from gpipebal.planner import best, solve
+from gpipebal.planner import solve
 from gpipebal.planner.posing import Posed
+from gpipebal.planner.search import best
 from gpipebal.planner.search.solved import solved
 from gpipebal.problem import Problem
 from gpipebal.solvers import Split

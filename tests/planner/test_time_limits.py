@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 import gpipebal as gb
 from gpipebal.errors import BalanceError, InfeasibleError
-from gpipebal.planner import best, best_way, deadline
 from gpipebal.planner.posing import Posed
 from gpipebal.planner.schedules import search
 from gpipebal.planner.schedules.costs import ScheduleCosts
+from gpipebal.planner.search import best, best_way, deadline
 from gpipebal.problem import Device, Problem
 from gpipebal.solvers import Split, find, split
 

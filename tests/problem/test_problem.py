@@ -126,7 +126,7 @@ def test_recompute_counts_where_something_is_recomputed(
 ) -> None:
     """Recompute times count unless no micro-batch that exists is recomputed."""
     problem = Problem([1, 1], [2, 2], [5, 5], 2, chunks, checkpoint)
-    assert problem.recomputes == bool(recompute)
+    assert problem.has_recomputes == bool(recompute)
     parts = problem.costs.parts((0, 1, 2))
     assert [max(part.recompute, part.last_recompute) for part in parts] == [recompute] * 2
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from estimate_models import MODELS, Apply, Attention
+from estimated import estimate_profile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_chains import WIDTH, build, chains
@@ -25,7 +26,6 @@ from gpipebal.errors import DeviceError, ModelError, ProfileError
 from gpipebal.planner import solve
 from gpipebal.profile import LayerProfile, Profile
 from gpipebal.profiler import profile_model
-from gpipebal.profiler.estimate import estimate_profile
 from gpipebal.profiler.estimate.autocast import _init
 from gpipebal.rates import DeviceRates
 
@@ -425,7 +425,7 @@ def test_operations_that_torch_does_not_know_without_values_are_named() -> None:
 _CUSTOM = """
 import torch
 from torch import nn
-from gpipebal.profiler.estimate import estimate_profile
+from gpipebal import profile_model
 
 @torch.library.custom_op("gpipebal_tests::doubled", mutates_args=())
 def doubled(x: torch.Tensor) -> torch.Tensor:
@@ -435,7 +435,7 @@ class Doubles(nn.Module):
     def forward(self, x):
         return doubled(x)
 
-estimate_profile(nn.Sequential(nn.Linear(4, 4), Doubles()), torch.randn(3, 4))
+profile_model(nn.Sequential(nn.Linear(4, 4), Doubles()), torch.randn(3, 4), method="estimate")
 """
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from estimate_models import Apply
+from estimated import estimate_profile
 from profiler.test_estimate import ON_CPU, assert_same_bytes, measured
 from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.errors import ProfileError
-from gpipebal.profiler.estimate import estimate_profile
 
 ROWS, WIDTH, CLASSES = 8, 6, 5
 TABLE = torch.rand(32, WIDTH)

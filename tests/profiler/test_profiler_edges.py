@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from estimated import estimate_profile
 from torch import Tensor, nn
 
 import gpipebal as gb
@@ -15,7 +16,6 @@ from gpipebal.cli import _is_users_own
 from gpipebal.compat.torchgpipe.balance import balance_by_time
 from gpipebal.errors import BalanceError, ModelError, ProfileError
 from gpipebal.plots import plot_chunks
-from gpipebal.profiler.estimate import estimate_profile
 
 CACHE: dict[int, Tensor] = {}
 

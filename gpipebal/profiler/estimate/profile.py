@@ -1,4 +1,4 @@
-"""`estimate_profile`: what layers would cost on a device, without that device."""
+"""What layers would cost on a device, without that device."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import contextvars
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpipebal.errors import GpipebalError, ProfileError
 from gpipebal.pipeline.process.eager import run_eagerly
@@ -30,112 +29,16 @@ from gpipebal.profiler.replicas.owned import bytes_of_loss
 from gpipebal.profiler.replicas.replica import check_not_lazy
 from gpipebal.profiler.replicas.torch_state import torch_state_kept
 from gpipebal.profiler.setting import choose_rows, random_numbers_kept
-from gpipebal.profiler.step.optimizer import OptimizerLike
 from gpipebal.profiler.survey import describe_skips
 from gpipebal.profiler.times.progress import progress_bar
 from gpipebal.profiler.training import Training
 from gpipebal.rates import DeviceRates, find_rates
-from gpipebal.schedule import check_count
 from gpipebal.units import count
 
-__all__ = ["DEFAULT_RATES", "estimate_profile", "estimate_training"]
+__all__ = ["DEFAULT_RATES", "estimate_training"]
 
 #: The device whose rates are taken unless others are named.
 DEFAULT_RATES = "H100 SXM"
-
-
-def estimate_profile(
-    module: nn.Module,
-    sample: Any,
-    *,
-    chunks: int = 1,
-    rows: int | Iterable[int] | None = None,
-    rates: str | DeviceRates = DEFAULT_RATES,
-    loss_fn: Callable[..., Tensor] | None = None,
-    target: Any = None,
-    optimizer: OptimizerLike | None = None,
-    partitions: int = 2,
-    progress: bool | None = None,
-    keywords: Mapping[str, Any] | None = None,
-    in_dims: Any = 0,
-    keyword_dims: Mapping[str, Any] | None = None,
-    out_dims: Any = 0,
-    target_dims: Any = 0,
-) -> Profile:
-    """Estimate time and memory of every layer from shapes, without a device and without memory.
-
-    The layers run on meta tensors, identical layers only once. Bytes are counted as a measurement
-    counts them, and with ``rates="CPU core"`` equal those of a measurement on a CPU, to the byte.
-    The exceptions, above all layers that run a recurrent network, and on CUDA those with
-    convolutions, batch normalisation or attention, are named with the reason in
-    ``provenance["approximate"]``; `gpipebal.profiler.estimate.approximate` has all reasons. Times
-    are a lower bound, from the device's peak rates: they tell how layers compare, not how long
-    they take.
-
-    Args:
-        module: An `nn.Sequential`; its children are the layers. It is not changed: its parameters
-            may be on any device, also the meta device.
-        sample: A mini-batch: a tensor, or a tuple or other pytree of tensors, with the same rows.
-            A tuple is one input. It is not changed, and may be on the meta device.
-        chunks: Micro-batches that a mini-batch will be divided into. The layers are estimated at
-            the size of the largest, ``ceil(rows / chunks)`` rows.
-        rows: Other rows of a micro-batch to estimate, in `Profile.other_sizes`; None: two sizes
-            near the micro-batch's own, as `profile_model` chooses them; ``()``: none. If a layer
-            fails at a size that was chosen so, the size is left out, and named in
-            ``provenance["left_out"]``.
-        rates: Name of a device in `gpipebal.rates.RATES`, or your own `DeviceRates`.
-        loss_fn: The loss, called as ``loss_fn(output, target)``; estimated as a term of the step.
-        target: Target of the whole mini-batch, for `loss_fn`; None: ``loss_fn(output)``.
-        optimizer: As for `profile_model`; its time and state are estimated.
-        partitions: As for `profile_model`; every partition has a device of its own here, so it
-            changes nothing.
-        progress: Show a progress bar; None: only on a terminal.
-        keywords: As for `profile_model`, like all that follow.
-        in_dims: Dimensions of the sample.
-        keyword_dims: Dimensions of keyword arguments.
-        out_dims: Dimensions of the output.
-        target_dims: Dimensions of the target.
-
-    Returns:
-        A `Profile` with ``provenance["method"] == "estimate"``: times in seconds, sizes in bytes.
-
-    Raises:
-        ModelError: `module` is not an `nn.Sequential`, `sample` cannot be divided, or `loss_fn` is
-            not a function.
-        BalanceError: a dimension does not fit.
-        ProfileError: a layer failed, or needs values that do not exist (for example, it calls
-            ``item()`` or ``nonzero()``); the error names it. Or there is a target without a loss.
-        DeviceError: `rates` is not the name of a known device.
-
-    Complexity:
-        Eleven forwards and eight backwards of every different layer and size, without arithmetic;
-        one more of both where a layer hands a value through.
-
-    Example:
-        >>> with torch.device("meta"):
-        ...     model = nn.Sequential(nn.Linear(2**14, 2**16), nn.ReLU(), nn.Linear(2**16, 2**14))
-        ...     sample = torch.empty(4096, 2**14)
-        >>> profile = estimate_profile(model, sample, chunks=4, rates="A100")
-        >>> profile.layers[0].parameter_bytes, profile.layers[0].flops
-        (4295229440, 2199023255552)
-        >>> f"{profile.layers[0].forward_time:.3f} s"
-        '0.113 s'
-    """
-    training = Training.of(
-        module,
-        sample,
-        chunks=chunks,
-        loss_fn=loss_fn,
-        target=target,
-        optimizer=optimizer,
-        keywords=keywords,
-        in_dims=in_dims,
-        keyword_dims=keyword_dims,
-        out_dims=out_dims,
-        target_dims=target_dims,
-    )
-    check_count("partitions", partitions)
-    return estimate_training(training, rows=rows, rates=rates, progress=progress)
 
 
 def estimate_training(
@@ -145,16 +48,22 @@ def estimate_training(
     rates: str | DeviceRates = DEFAULT_RATES,
     progress: bool | None,
 ) -> Profile:
-    """Estimate a chain that is trained.
+    """Estimate time and memory of every layer of a chain that is trained.
 
     Args:
-        training: The chain.
-        rows: Other rows; this and the next arguments are as for `estimate_profile`.
-        rates: Rates of the device.
+        training: The chain. Its layers are not changed, and may be on the meta device.
+        rows: Other rows of a micro-batch to estimate, as for `gpipebal.profile_model`.
+        rates: Name of a device in `gpipebal.rates.RATES`, or its rates.
         progress: Show a progress bar; None: only on a terminal.
 
-    Returns:
-        The profile; raises what `estimate_profile` raises.
+    Raises:
+        ProfileError: a layer failed, or needs values that do not exist (for example, it calls
+            ``item()`` or ``nonzero()``); the error names it.
+        DeviceError: `rates` is not the name of a known device.
+
+    Complexity:
+        Eleven forwards and eight backwards of every different layer and size, without arithmetic;
+        one more of both where a layer hands a value through.
     """
     for name, layer in training.layers.items():
         check_not_lazy(name, layer)
