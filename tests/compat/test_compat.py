@@ -19,7 +19,7 @@ from gpipebal.compat.torchgpipe import GPipe
 from gpipebal.compat.torchgpipe.balance import balance_by_size, balance_by_time, balance_cost
 from gpipebal.compat.torchgpipe.batchnorm import DeferredBatchNorm
 from gpipebal.compat.torchgpipe.skip import Namespace, pop, skippable, stash, verify_skippables
-from gpipebal.errors import GpipebalError, KindError
+from gpipebal.errors import GpipebalError, KindError, ModelError
 
 MIGRATION = Path(gb.__file__).parent.parent / "docs" / "migration.md"
 
@@ -285,3 +285,10 @@ def test_a_stash_shows_its_tensor() -> None:
     """By torchgpipe's name, for who drives a forward by hand."""
     x = torch.ones(2)
     assert stash("image", x).tensor is x
+
+
+def test_arguments_in_gpipebals_order_are_named_by_the_compat_functions() -> None:
+    """What is not a module is said to be none."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(ModelError):
+        balance_by_time(2, torch.ones(2, 2), model)  # type: ignore[arg-type]

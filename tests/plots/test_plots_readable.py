@@ -307,3 +307,13 @@ def test_captions_end_inside_of_the_figure(dpi: int) -> None:
     FigureCanvasAgg(figure).draw()
     (caption,) = (text for text in figure.axes[0].texts if "…" in text.get_text())
     assert caption.get_window_extent().x1 <= figure.bbox.x1
+
+
+def test_makespans_are_not_compared_with_steps() -> None:
+    """Where one plan's step is not known, the fastest is told by the makespans of all."""
+    profile = gb.Profile.from_costs([1.0, 1.0, 1.0, 1.0], chunks=4)
+    few, many = (gb.solve(profile, 2, chunks=chunks) for chunks in (2, 8))
+    object.__setattr__(few, "step_time", 1000 * many.makespan)
+    drawn = plot_chunks([few, many])
+    alone = plot_chunks([gb.solve(profile, 2, chunks=2), many])
+    assert drawn.get_title(loc="left") == alone.get_title(loc="left") != ""

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.cli import _is_users_own
-from gpipebal.compat.torchgpipe.balance import balance_by_time
-from gpipebal.errors import BalanceError, ModelError, ProfileError
-from gpipebal.plots import plot_chunks
+from gpipebal.errors import BalanceError, ProfileError
 
 CACHE: dict[int, Tensor] = {}
 
@@ -105,13 +103,6 @@ def test_too_few_layers_are_refused_before_anything_is_measured(
             balance(nn.Sequential(nn.Linear(2, 2)), torch.ones(2, 2))
 
 
-def test_arguments_in_gpipebals_order_are_named_by_the_compat_functions() -> None:
-    """What is not a module is said to be none."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(ModelError):
-        balance_by_time(2, torch.ones(2, 2), model)  # type: ignore[arg-type]
-
-
 def test_memory_that_is_missing_is_no_fault_of_the_users_code() -> None:
     """A layer's own exception is; both are profile errors."""
     no_room = "[enforce fail] DefaultCPUAllocator: can't allocate memory"
@@ -125,13 +116,3 @@ def test_memory_that_is_missing_is_no_fault_of_the_users_code() -> None:
         error = ProfileError("layer '0' failed")
         error.__cause__ = cause
         assert _is_users_own(error) is expected
-
-
-def test_makespans_are_not_compared_with_steps() -> None:
-    """Where one plan's step is not known, the fastest is told by the makespans of all."""
-    profile = gb.Profile.from_costs([1.0, 1.0, 1.0, 1.0], chunks=4)
-    few, many = (gb.solve(profile, 2, chunks=chunks) for chunks in (2, 8))
-    object.__setattr__(few, "step_time", 1000 * many.makespan)
-    drawn = plot_chunks([few, many])
-    alone = plot_chunks([gb.solve(profile, 2, chunks=2), many])
-    assert drawn.get_title(loc="left") == alone.get_title(loc="left") != ""
