@@ -208,7 +208,7 @@ def profile_model(
     )
     n_partitions = check_count("partitions", partitions)
     if method == "estimate":
-        from gpipebal.profiler.estimate import DEFAULT_RATES, estimate_training
+        from gpipebal.profiler.estimate import estimate_training
 
         _refuse(
             "method='estimate'",
@@ -222,8 +222,7 @@ def profile_model(
                 "as_pipeline": None if as_pipeline else False,
             },
         )
-        chosen = DEFAULT_RATES if rates is None else rates
-        return estimate_training(training, rows=rows, rates=chosen, progress=progress)
+        return estimate_training(training, rows=rows, rates=rates, progress=progress)
     _refuse("method='measure'", "method='estimate' takes rates", {"rates": rates})
     check_values(training.layers, sample, keywords, target)
     where = device_for(device)

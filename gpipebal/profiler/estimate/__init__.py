@@ -27,6 +27,6 @@ Example:
     '0.113 s'
 """
 
-from gpipebal.profiler.estimate.profile import DEFAULT_RATES, estimate_training
+from gpipebal.profiler.estimate.profile import estimate_training
 
-__all__ = ["DEFAULT_RATES", "estimate_training"]
+__all__ = ["estimate_training"]

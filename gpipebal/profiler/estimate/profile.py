@@ -35,17 +35,17 @@ from gpipebal.profiler.training import Training
 from gpipebal.rates import DeviceRates, find_rates
 from gpipebal.units import count
 
-__all__ = ["DEFAULT_RATES", "estimate_training"]
+__all__ = ["estimate_training"]
 
 #: The device whose rates are taken unless others are named.
-DEFAULT_RATES = "H100 SXM"
+_DEFAULT_RATES = "H100 SXM"
 
 
 def estimate_training(
     training: Training,
     *,
     rows: int | Iterable[int] | None,
-    rates: str | DeviceRates = DEFAULT_RATES,
+    rates: str | DeviceRates | None,
     progress: bool | None,
 ) -> Profile:
     """Estimate time and memory of every layer of a chain that is trained.
@@ -53,7 +53,7 @@ def estimate_training(
     Args:
         training: The chain. Its layers are not changed, and may be on the meta device.
         rows: Other rows of a micro-batch to estimate, as for `gpipebal.profile_model`.
-        rates: Name of a device in `gpipebal.rates.RATES`, or its rates.
+        rates: Name of a device in `gpipebal.rates.RATES`, or its rates; None: those of an H100.
         progress: Show a progress bar; None: only on a terminal.
 
     Raises:
@@ -67,7 +67,7 @@ def estimate_training(
     """
     for name, layer in training.layers.items():
         check_not_lazy(name, layer)
-    device = find_rates(rates)
+    device = find_rates(_DEFAULT_RATES if rates is None else rates)
     data = training.data
     sizes = data.sizes
     wanted = choose_rows(rows, sizes[0], sum(sizes))
