@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gpipebal.pipeline.layers.attributes import tensors_in
 from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.pipeline.process.checkpoint import phase
-from gpipebal.pipeline.values.tensors import bytes_of, has_storage, plain_parts, storage_key
+from gpipebal.pipeline.values.tensors import has_storage, plain_parts, storage_key
 from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.gradients import (
     Begun,
@@ -51,28 +51,26 @@ class DeviceLedger(Ledger):
         super().__init__()
         self._type = device.type
         self._given: dict[int, tuple[int, object]] = {}
-        self._once_freed: Callable[[], None] | None = None
         self._beside: dict[frozenset[int], int] | None = None
 
-    def start_beside(self, given: Mapping[int, Tensor], once_freed: Callable[[], None]) -> None:
+    def start_beside(self, given: Mapping[int, Tensor]) -> None:
         """From now on, note the most that lives beside some tensors, for each that live.
 
         Args:
             given: The tensors, by numbers of their own.
-            once_freed: Called when the last of them is freed.
         """
         with self._lock:
             keys = {place: storage_key(one) for place, one in given.items() if has_storage(one)}
             known = self._references
             self._given = {place: (key, known[key]) for place, key in keys.items() if key in known}
-            self._once_freed, self._beside = once_freed, {}
+            self._beside = {}
             self._note_beside()
 
     def beside(self) -> dict[frozenset[int], int]:
         """Stop that; return the bytes of everything else, for each set of them that lived."""
         with self._lock:
             found, self._beside = self._beside, None
-            self._given, self._once_freed = {}, None
+            self._given = {}
         return found or {}
 
     def _alive(self) -> dict[int, int]:
@@ -98,13 +96,6 @@ class DeviceLedger(Ledger):
                 self._note_beside()
         return is_new
 
-    def _leave(self, key: int) -> None:
-        with self._lock:
-            super()._leave(key)
-            if self._once_freed is not None and not self._alive():
-                once_freed, self._once_freed = self._once_freed, None
-                once_freed()
-
 
 class _Peak:
     """The largest memory from now on, beyond what exists now.
@@ -117,8 +108,7 @@ class _Peak:
         self._ledger = ledger
         self._device = device if device.type == "cuda" else None
         self._at_start = ledger.start_peak()
-        self._allocated = self._of_given = 0
-        self._until_freed: int | None = None
+        self._allocated = 0
         if self._device is not None:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._allocated = torch.cuda.memory_allocated(self._device)
@@ -137,25 +127,17 @@ class _Peak:
 
     def start_beside(self, given: Mapping[int, Tensor]) -> None:
         """Note from now on what there is beside some tensors, by numbers of their own."""
-        self._of_given = sum(map(bytes_of, given.values()))
-        self._ledger.start_beside(given, self._note_freed)
+        self._ledger.start_beside(given)
 
-    def _note_freed(self) -> None:
-        self._until_freed = self.bytes
-
-    def beside(self, places: Iterable[int]) -> Beside:
+    def beside(self) -> Beside:
         """Return the largest memory beside these tensors; see `LayerRun`.
 
-        Args:
-            places: Their numbers.
+        What only the allocator saw, as if it had been there all the time, is added to everything
+        that the ledger counted: the most of all that lives is then what the allocator says. Which
+        of the tensors lived beside a library's workspace is not known.
         """
-        found = {alive: rest - self._at_start for alive, rest in self._ledger.beside().items()}
-        if found and self._device is not None:
-            # Of what only the allocator saw it is known whether all had been freed by then.
-            until = self.bytes if self._until_freed is None else self._until_freed
-            seen = {frozenset(places): until - self._of_given, frozenset[int](): self.bytes}
-            found |= {alive: max(rest, found.get(alive, 0)) for alive, rest in seen.items()}
-        return tuple(found.items())
+        more = self.bytes - self.counted - self._at_start
+        return tuple((alive, rest + more) for alive, rest in self._ledger.beside().items())
 
 
 def forward_without_graph(
@@ -299,7 +281,7 @@ def forward_and_backward(
             backward_peak = _Peak(ledger, chain.device)
             chain.run_backward(roots, inputs, chain.names[k])
         backward_bytes = max(0, backward_peak.bytes - sum(begun.values()))
-        beside = backward_peak.beside(begun) if begun else ()
+        beside = backward_peak.beside() if begun else ()
         has_copied = any(
             each is not None
             and place not in through
