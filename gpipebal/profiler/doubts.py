@@ -12,8 +12,14 @@ from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profiler.replicas.compiled import runs_as_written
 from gpipebal.profiler.replicas.foreign import has_foreign
 from gpipebal.profiler.replicas.harmless import reached_past, uses_compiled, weights_reached
+from gpipebal.profiler.survey import Survey
 
-__all__ = ["doubts_about", "doubts_about_loss", "doubts_about_parameters"]
+__all__ = [
+    "doubts_about",
+    "doubts_about_loss",
+    "doubts_about_parameters",
+    "doubts_about_peaks",
+]
 
 #: Memory of a loss is flagged if it is more than this part of the model's own.
 _NEGLIGIBLE = 0.01
@@ -67,6 +73,22 @@ def doubts_about_parameters(names: Sequence[str], layers: Sequence[nn.Module]) -
         yield (
             f"{_listed(found)}: uses parameters that it does not register; their memory is not "
             "counted"
+        )
+
+
+def doubts_about_peaks(names: Sequence[str], known: Survey) -> Iterator[str]:
+    """Yield a flag if there was no memory to run layers with the gradients that a chain gives them.
+
+    Args:
+        names: Their names.
+        known: What is known of them.
+    """
+    each = zip(names, known.memory, known.gradients.given, strict=True)
+    found = [name for name, memory, given in each if memory.peaks.is_doubtful(given)]
+    if found:
+        yield (
+            f"{_listed(found)}: no memory was left for gradients that are parts of larger ones; "
+            "plans leave out copies that the layer may make of them"
         )
 
 

@@ -24,7 +24,12 @@ from gpipebal.profiler.describe import (
     describe_times,
     optimizer_memory,
 )
-from gpipebal.profiler.doubts import doubts_about, doubts_about_loss, doubts_about_parameters
+from gpipebal.profiler.doubts import (
+    doubts_about,
+    doubts_about_loss,
+    doubts_about_parameters,
+    doubts_about_peaks,
+)
 from gpipebal.profiler.replicas.owned import bytes_of_loss
 from gpipebal.profiler.replicas.replica import replicate
 from gpipebal.profiler.step.gathered import (
@@ -311,6 +316,7 @@ class Study:
         )
         step = replace(self._step_of(size, optimizer_time), optimizer_together=optimizer.together)
         described = describe_times(size.rows, settled)
+        described["flags"] += doubts_about_peaks(self.names, size.found)
         if is_main:
             described["flags"] += self.notes
         return Profile(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from gpipebal.pipeline.values.tensors import storage_key
 from gpipebal.planner import evaluate
 from gpipebal.profile import SkipProfile
 from gpipebal.profile.gradients import GradientMemory
-from gpipebal.profiler.chain.gradients import handed_back, own_gradients
+from gpipebal.profiler.chain.gradients import begun_inside, handed_back, own_gradients
 from gpipebal.skip import Namespace, pop, skippable, stash
 
 pytestmark = pytest.mark.timeout(120)
@@ -418,3 +420,19 @@ def test_a_gradient_in_the_place_of_one_that_is_gone_is_another() -> None:
     keys = {found[0] for found in back.values() if found}
     assert len(keys) == 2
     assert are_own == {0: False, 1: True}
+
+
+@pytest.mark.parametrize("shape", [(8, 16, 64, 64), (2, 2, 1024), (1, 2, 2, 2, 2, 4096), (90, 70)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_gradients_with_gaps_are_little_larger(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """They have some between any two dimensions, and rows are as aligned as without any."""
+    output, found = torch.zeros(shape, dtype=dtype, requires_grad=True), list[Tensor]()
+    output.register_hook(found.append)
+    ((root, start),), _ = begun_inside([output], lambda made: None, "parts")
+    root.backward(start)
+    (gradient,) = found
+    assert gradient.untyped_storage().nbytes() <= 1.25 * gradient.nbytes
+    known = [(n, step) for n, step in zip(shape, gradient.stride(), strict=True) if n > 1]
+    for (_, step), (n, inner) in pairwise(known):
+        assert step > n * inner
+        assert step % math.gcd(n * inner, 16 // dtype.itemsize) == 0

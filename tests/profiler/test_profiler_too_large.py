@@ -286,3 +286,54 @@ def test_an_optimizer_that_does_not_fit_is_not_timed(way: dict[str, Any]) -> Non
     assert (
         "the optimizer's time is not known: no memory for its step" in (profile.provenance["flags"])
     )
+
+
+class NoGaps(torch.autograd.Function):
+    """Takes no gradients with gaps."""
+
+    held = Held()
+    failure: type[Exception] = RuntimeError
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        NoGaps.held.look()
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        if not gradient.is_contiguous():
+            NoGaps.held.note(gradient)
+            raise NoGaps.failure("gradient has gaps")
+        return gradient * 2
+
+
+class Refusing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return NoGaps.apply(x)  # type: ignore[no-any-return]
+
+
+class Longer(nn.Module):
+    """Put more rows behind the input: its gradient is a part of a larger one, without gaps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, torch.ones_like(x)])[: len(x)].tanh()
+
+
+@WAYS
+@pytest.mark.parametrize("failure", [RuntimeError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("is_given_parts", [False, True])
+def test_gradients_with_gaps_may_be_refused(
+    is_given_parts: bool,
+    failure: type[Exception],
+    way: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a kernel, or for want of memory, which is told if the chain has any; nothing is kept."""
+    monkeypatch.setattr(NoGaps, "held", Held())
+    monkeypatch.setattr(NoGaps, "failure", failure)
+    behind = Longer() if is_given_parts else nn.Linear(4, 4)
+    profile = profiled(way, Refusing(), behind, rows=(), timeout=0, as_pipeline=False)
+    assert NoGaps.held.is_let_go()
+    told = [flag for flag in profile.provenance["flags"] if "parts of larger ones" in flag]
+    is_told = is_given_parts and failure is torch.OutOfMemoryError
+    assert ["layer '1'" in flag for flag in told] == [True] * is_told

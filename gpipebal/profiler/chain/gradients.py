@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,9 @@ __all__ = [
 #: which torch does not add to in place; or parts of something larger, with gaps along every
 #: dimension of several elements, as parts of a concatenation have along one.
 Begun = Literal["own", "views", "parts"]
+
+#: Bytes that kernels read at a time at most.
+_AT_A_TIME = 16
 
 #: All that is needed to make a gradient: shape, dtype and device.
 _Recipe = tuple[torch.Size, torch.dtype, torch.device]
@@ -102,20 +106,31 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
         recipes: list[_Recipe] = ctx.recipes
-        gap = ctx.kind == "parts"
         made = [
-            # None along a dimension of one element: that would take as much memory again.
-            torch.zeros([n + (gap and n > 1) for n in shape], dtype=dtype, device=device)
+            _with_gaps(shape, dtype, device)
+            if ctx.kind == "parts"
+            else torch.zeros(shape, dtype=dtype, device=device)
             for shape, dtype, device in recipes
         ]
         ctx.made(dict(zip(ctx.places, made, strict=True)))
-        if ctx.kind != "own":
-            shapes = [shape for shape, _, _ in recipes]
-            made = [
-                one[tuple(map(slice, shape))] if gap else one.view(shape)
-                for one, shape in zip(made, shapes, strict=True)
-            ]
+        if ctx.kind == "views":
+            made = [one.view(one.shape) for one in made]
         return None, None, None, *made
+
+
+def _with_gaps(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make a view of something larger, in which no two dimensions can be taken for one.
+
+    Gaps are as small as they can be with all rows aligned as they would be without any: a kernel
+    may read several elements at a time without a look at the strides.
+    """
+    at_a_time, strides, reach = max(1, _AT_A_TIME // dtype.itemsize), list[int](), 1
+    for n in reversed(shape):
+        strides.append(reach)
+        reach *= n
+        if n > 1:  # none for a single element: that could take as much memory again
+            reach += math.gcd(reach, at_a_time)
+    return torch.zeros(reach, dtype=dtype, device=device).as_strided(shape, strides[::-1])
 
 
 def from_before(inputs: Iterable[Any]) -> list[Any]:

@@ -135,12 +135,15 @@ class BackwardPeaks(NamedTuple):
             same as `first` if nothing is copied.
         copied_bytes: How much of `first` in the last layer is copies of what is handed through.
         stashed_sum_bytes: How much more it needs if what it is given is stashed too.
+        lacks_parts: Whether there was no memory for parts of something larger: `before_parts` is
+            then `before_views`.
     """
 
     first: FrontPeaks
     inside: FrontPeaks
     copied_bytes: int
     stashed_sum_bytes: int
+    lacks_parts: bool
 
     @property
     def new(self) -> int:
@@ -156,7 +159,7 @@ class BackwardPeaks(NamedTuple):
         """Return the columns of a layer profile; arguments as of `LayerMemory.columns`."""
         chained = self.first.before(given_own, memory)
         inside = self.inside.before(given_own, memory)
-        parted = any(one.is_parted(self.first.before_parts[0].own) for one in memory)
+        parted = self._is_parted(memory)
         held, held_inside = (
             [
                 max(one.alone, more + parts.whole if parted else 0)
@@ -177,6 +180,13 @@ class BackwardPeaks(NamedTuple):
                 one - other for one, other in zip(chained, inside, strict=True)
             ),
         }
+
+    def is_doubtful(self, memory: Sequence[GivenMemory]) -> bool:
+        """Tell whether it is given parts, and there was no memory to see what it does with them."""
+        return self.lacks_parts and self._is_parted(memory)
+
+    def _is_parted(self, memory: Sequence[GivenMemory]) -> bool:
+        return any(one.is_parted(self.first.before_parts[0].own) for one in memory)
 
 
 def find_peaks(
@@ -204,24 +214,28 @@ def find_peaks(
         those that come in are not such, and if they are.
     """
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    lacks_parts = False
 
     def again(
         given: Given, inside: bool, *, keeps: bool = False, stashed: Collection[int] = ()
     ) -> BackwardRun:
+        nonlocal lacks_parts
         # With a layer behind it what is handed through is not copied, so it is left out.
-        without = () if given == "held" else through
+        without, found = () if given == "held" else through, None
         try:
             found = run(without, given, inside, stashed)
         except ProfileError as error:
-            if given != "parts" or is_out_of_memory(error):
+            if given != "parts":
                 raise
-            # Some kernels refuse gradients with gaps, and would in a chain too. The parameters'
-            # gradients that this backward has made are none of the next one's.
-            if not keeps:
-                drop()
-            found = run(without, "views", inside, stashed)
+            # Some kernels refuse gradients with gaps, and would in a chain too.
+            lacks_parts = lacks_parts or is_out_of_memory(error)
+        # The parameters' gradients that a backward has made are none of the next one's.
         if not keeps:
             drop()
+        if found is None:  # here the error is gone, and with it all that the failed run had made
+            found = run(without, "views", inside, stashed)
+            if not keeps:
+                drop()
         return found
 
     def drop() -> None:
@@ -255,7 +269,7 @@ def find_peaks(
         for given, (alone, _) in zip(_GIVEN, inside, strict=True):
             stashed = again(given, True, stashed=held.used_again).peak
             more = max(more, stashed.alone - alone.alone)
-    return BackwardPeaks(first, inside, copied, more), hands_back
+    return BackwardPeaks(first, inside, copied, more, lacks_parts), hands_back
 
 
 def _least(differences: Iterable[int]) -> int:
