@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from gpipebal.errors import GpipebalError
 from gpipebal.pipeline.process.eager import run_eagerly
-from gpipebal.pipeline.values.microbatch import which_need_gradient
 from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.failures import is_out_of_memory, left_out, memory_for
 from gpipebal.profiler.chain.gradients import needs_gradient
+from gpipebal.profiler.chain.moving import value_to
 from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers
-from gpipebal.profiler.chain.value import Routes, Value, as_leaves
+from gpipebal.profiler.chain.value import Routes, Value
 from gpipebal.profiler.memory.layer_memory import LayerMemory, number_gradients
 from gpipebal.profiler.memory.storages import measure_layer_memory
 from gpipebal.profiler.replicas.identity import Alike
@@ -34,6 +34,7 @@ from gpipebal.profiler.replicas.replica import replicate
 from gpipebal.profiler.survey import Survey, describe_skips, flops_of
 from gpipebal.profiler.times.rounds import Pace, Subject, Times
 from gpipebal.skip.tracker import Key
+from gpipebal.units import count
 
 __all__ = ["SizeWalk", "join_times", "walk_alone"]
 
@@ -65,8 +66,17 @@ class SizeWalk:
     skips: dict[Key, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, rows: int, value: Value) -> SizeWalk:
-        """Begin with what goes into the first layer, on the host."""
+    def start(cls, rows: int, value: Value, device: torch.device) -> SizeWalk:
+        """Begin with what goes into the first layer, on the host.
+
+        A pipeline on another device is given a copy of each micro-batch, which has no gaps.
+        """
+        if device.type != _HOST.type:
+            with memory_for(f"a micro-batch of {count(rows, 'row')}"):
+                dense = [
+                    leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in value.leaves
+                ]
+                value = replace(value, leaves=dense)
         numbers = Numbers()
         arrived = Arrived.first(value, numbers)
         return cls(rows, arrived, numbers, arrived.storages)
@@ -280,7 +290,7 @@ def _brought(chain: Chain) -> Iterator[None]:
     """Bring the input of a layer to the device for a block."""
     on_host = chain.start
     with memory_for(f"the input of layer {chain.names[0]!r}"):
-        chain.start = _value_to(on_host, chain.device, only=chain.popped(0))
+        chain.start = value_to(on_host, chain.device, only=chain.popped(0))
     try:
         yield
     finally:
@@ -345,27 +355,4 @@ def _repeat(walk: SizeWalk, twin: _Twin) -> None:
 
 def moved(arrived: Arrived, device: torch.device, only: Sequence[Key] | None = None) -> Arrived:
     """Bring a value to a device, with all skips that wait, or only some of them."""
-    return Arrived(_value_to(arrived.value, device, only), arrived.numbers, arrived.skips)
-
-
-def _value_to(value: Value, device: torch.device, only: Sequence[Key] | None = None) -> Value:
-    return Value(
-        _leaves_to(value.leaves, device),
-        value.structure,
-        {
-            key: (_leaves_to(leaves, device) if only is None or key in only else leaves, structure)
-            for key, (leaves, structure) in value.skips.items()
-        },
-        value.views,
-    )
-
-
-def _leaves_to(leaves: Sequence[Any], device: torch.device) -> list[Any]:
-    flags = which_need_gradient(leaves)
-    gone = [
-        leaf.to(device) if isinstance(leaf, Tensor) else leaf
-        for leaf in as_leaves(leaves, wants=False)
-    ]
-    return [
-        leaf.requires_grad_() if wants else leaf for leaf, wants in zip(gone, flags, strict=True)
-    ]
+    return Arrived(value_to(arrived.value, device, only), arrived.numbers, arrived.skips)

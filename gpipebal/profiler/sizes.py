@@ -162,7 +162,7 @@ class Study:
         """Examine and measure with one layer on the device at a time; see `walk_alone`."""
         self._must, self._is_alone = must, True
         walks = [
-            SizeWalk.start(rows, self._data.start_of(rows, _HOST))
+            SizeWalk.start(rows, self._data.start_of(rows, _HOST), self.device)
             for rows in (self.micro_batches[0], *others)
         ]
         self.notes += walk_alone(
