@@ -107,7 +107,7 @@ def walk_alone(
     device: torch.device,
     *,
     share: bool,
-    must: bool,
+    all_sizes: bool,
     pace: Pace,
     keep_modes: bool = True,
     out_dims: Any = None,
@@ -121,7 +121,7 @@ def walk_alone(
         walks: The sizes, the micro-batch's own first. Sizes at which a layer fails are removed.
         device: Where to measure.
         share: Whether layers that are alike are measured once.
-        must: Whether a layer may not fail at any size.
+        all_sizes: Whether a layer may not fail at any size.
         pace: How long to go on with each layer.
         keep_modes: Whether parts of layers stay in training or evaluation mode; else all are
             trained.
@@ -131,14 +131,14 @@ def walk_alone(
         Flags: the sizes that were given up, and why.
 
     Raises:
-        GpipebalError: a layer failed at the micro-batch's own size, or, with `must`, at any.
+        GpipebalError: a layer failed at the micro-batch's own size, or, with `all_sizes`, at any.
     """
     twins = Alike[_Twin](modules if share else (), by_value=True)
     notes: list[str] = []
 
     def give_up(i: int, error: GpipebalError) -> None:
         # Only its text is kept: its traceback holds all that the layer had made.
-        if must or not i:
+        if all_sizes or not i:
             raise error
         notes.append(left_out(walks[i].rows, error))
 
@@ -162,7 +162,7 @@ def walk_alone(
                 for i, walk in enumerate(walks):
                     try:
                         written = subjects[0].chain.written if subjects else None
-                        subjects[i] = _look(
+                        subjects[i] = _survey_layer(
                             walk,
                             k,
                             name,
@@ -171,7 +171,7 @@ def walk_alone(
                             device,
                             dims,
                             written,
-                            again=reads is not None,
+                            recomputes=reads is not None,
                         )
                     except GpipebalError as error:
                         give_up(i, error)
@@ -188,7 +188,7 @@ def walk_alone(
     return notes
 
 
-def _look(
+def _survey_layer(
     walk: SizeWalk,
     k: int,
     name: str,
@@ -198,12 +198,12 @@ def _look(
     out_dims: Any,
     written: list[frozenset[int]] | None,
     *,
-    again: bool,
+    recomputes: bool,
 ) -> Subject:
     """Find out all about a layer that needs no repeats, and go on after it.
 
     The inputs that it writes to are found out at the first size, when `written` is None. With
-    `again` it is also recomputed, as it will be clocked: only then it may read more.
+    `recomputes` it is also recomputed, as it will be clocked: only then it may read more.
     """
     popped = [key for key, (_, destination) in routes.items() if destination == k]
     on_host = walk.arrived.value
@@ -224,7 +224,7 @@ def _look(
     walk.arrived = moved(passed, _HOST)
     # Its input comes again for every round: only one size is on the device at a time.
     chain.start = on_host
-    if again:
+    if recomputes:
         with _brought(chain):
             chain.recompute()
     return Subject(chain)

@@ -32,8 +32,8 @@ from gpipebal.profiler.setting import (
     random_numbers_kept,
     threads_set,
 )
-from gpipebal.profiler.sizes import Study
 from gpipebal.profiler.step.optimizer import OptimizerLike
+from gpipebal.profiler.study import Study
 from gpipebal.profiler.times.progress import progress_bar
 from gpipebal.profiler.times.rounds import Pace
 from gpipebal.profiler.training import Training
@@ -303,7 +303,7 @@ def _measure(training: Training, conduct: _Conduct, state: CallerState) -> Profi
     where, alone = conduct.where, conduct.alone
     n_threads = conduct.n_threads if conduct.on_cpu else None
     study, sizes = Study(training, where), training.data.sizes
-    others, must = choose_rows(conduct.rows, sizes[0], sum(sizes)), conduct.rows is not None
+    others, all_sizes = choose_rows(conduct.rows, sizes[0], sum(sizes)), conduct.rows is not None
     parts = len(training.layers) if alone else 1
     total = parts if alone else MOST_ROUNDS * conduct.side_by_side
     with threads_set(n_threads), progress_bar("profiling", total, conduct.progress) as told:
@@ -315,14 +315,14 @@ def _measure(training: Training, conduct: _Conduct, state: CallerState) -> Profi
         )
         if alone:
             try:
-                study.run_alone(others, pace, must=must, share=conduct.share)
+                study.measure_alone(others, pace, all_sizes=all_sizes, share=conduct.share)
             except ProfileError as error:
                 if is_out_of_memory(error):
                     raise alone_already(error) from error.__cause__
                 raise
         else:
-            study.look(others, must=must)
-            study.run(conduct.side_by_side, n_threads, pace, state)
+            study.survey_sizes(others, all_sizes=all_sizes)
+            study.measure(conduct.side_by_side, n_threads, pace, state)
     profile = study.profile(
         {
             "method": "measure",

@@ -23,7 +23,7 @@ import gpipebal as gb
 from gpipebal.errors import GpipebalError, ModelError, ProfileError
 from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.profile import LayerProfile
-from gpipebal.profiler import measure, sizes
+from gpipebal.profiler import measure, study
 from gpipebal.profiler.alone import join_times
 from gpipebal.profiler.step.optimizer import Maker
 from gpipebal.profiler.step.step import measure_optimizer
@@ -502,7 +502,7 @@ def test_host_times_of_layers_with_other_numbers_of_rounds(
             times.host_backward = [[n + 2.0]] * (n + 1)
         return join_times(layers)
 
-    monkeypatch.setattr(sizes, "join_times", as_on_cuda)
+    monkeypatch.setattr(study, "join_times", as_on_cuda)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     layers = profile(model, torch.randn(4, 4), rows=(), one_at_a_time=True).layers
     assert [layer.forward_host_time for layer in layers] == [1, 2, 3]

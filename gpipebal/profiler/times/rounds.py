@@ -209,11 +209,11 @@ class _Rounds:
     Args:
         subjects: For each thread, what it sends each size of micro-batch through.
         pace: How long to go on.
-        must: Whether there must be enough memory for every size.
+        all_sizes: Whether there must be enough memory for every size.
     """
 
-    def __init__(self, subjects: Sequence[Sequence[Subject]], pace: Pace, must: bool) -> None:
-        self._subjects, self._pace, self._must = subjects, pace, must
+    def __init__(self, subjects: Sequence[Sequence[Subject]], pace: Pace, all_sizes: bool) -> None:
+        self._subjects, self._pace, self._all_sizes = subjects, pace, all_sizes
         self._times = [[Times() for _ in sizes] for sizes in subjects]
         self._done = [0] * len(subjects)
         self._ended = [Flag() for _ in subjects]
@@ -294,7 +294,7 @@ class _Rounds:
         try:
             times.run_round(self._subjects[k][size], whole=whole)
         except ProfileError as error:
-            if self._must or not size or not is_out_of_memory(error):
+            if self._all_sizes or not size or not is_out_of_memory(error):
                 raise
             self._too_large.add(size)
 
@@ -305,7 +305,7 @@ def run_side_by_side(
     n_threads: int | None,
     pace: Pace,
     state: CallerState,
-    must: bool = False,
+    all_sizes: bool = False,
 ) -> list[Times | None]:
     """Run rounds in several threads, each with its share of the cores.
 
@@ -315,7 +315,7 @@ def run_side_by_side(
         n_threads: Intra-operation threads of each; None: as they are.
         pace: How long to go on.
         state: Settings of the caller.
-        must: Whether there must be enough memory for every size.
+        all_sizes: Whether there must be enough memory for every size.
 
     Returns:
         The times of all threads together, for each size; None: there was not enough memory for
@@ -324,7 +324,7 @@ def run_side_by_side(
     Raises:
         ProfileError: a layer failed.
     """
-    rounds = _Rounds(subjects, pace, must)
+    rounds = _Rounds(subjects, pace, all_sizes)
     lanes = [_MeasuringLane(sizes[0].chain.device) for sizes in subjects]
     pool = WorkerPool(lanes, [n_threads] * len(subjects))
     try:

@@ -88,26 +88,26 @@ class Study:
         self._replicas: list[nn.Module] = []
         self._written: list[frozenset[int]] = []
         self._private: set[int] = set()
-        self._must = self._is_alone = False
+        self._all_sizes = self._is_alone = False
 
-    def look(self, others: Sequence[int], *, must: bool) -> None:
+    def survey_sizes(self, others: Sequence[int], *, all_sizes: bool) -> None:
         """Find out all that needs no repeats: at the micro-batch's own size, then at others.
 
         Args:
             others: Rows of the other sizes.
-            must: Whether a layer may not fail at these.
+            all_sizes: Whether a layer may not fail at these.
 
         Raises:
             ProfileError: a layer failed.
         """
-        self._must, data = must, self._data
+        self._all_sizes, data = all_sizes, self._data
         start = data.start_of(data.sizes[0], self.device)
         chain = self._chain(start, self.modules)
         scout = Scout(chain, keep_modes=self._keep_modes)
         main = _Size(self.micro_batches[0], survey(chain, self.routes, scout), start)
         self.notes += doubts_about_parameters(self.names, self.modules)
         self._sizes.append(main)
-        self._look_at_loss(main)
+        self._survey_loss(main)
         if self._loss_fn is not None and main.loss is None:
             outputs = data.outputs(main.found.outputs, data.sizes)
             target = data.target_of(data.sizes)
@@ -116,13 +116,13 @@ class Study:
         self._replicas = self._replicate()
         for rows in others:
             try:
-                self._sizes.append(self._look_at(self._data.start_of(rows, self.device), rows))
+                self._sizes.append(self._survey_size(self._data.start_of(rows, self.device), rows))
             except GpipebalError as error:
-                if must:
+                if all_sizes:
                     raise
                 self.notes.append(left_out(rows, error))
 
-    def run(
+    def measure(
         self,
         side_by_side: int,
         n_threads: int | None,
@@ -136,7 +136,7 @@ class Study:
             subjects.append([self._subject(size, replicas, copies=k > 0) for size in self._sizes])
         before = [_versions(module) for module in self.modules]
         results = run_side_by_side(
-            subjects, n_threads=n_threads, pace=pace, state=state, must=self._must
+            subjects, n_threads=n_threads, pace=pace, state=state, all_sizes=self._all_sizes
         )
         for name, module, versions in zip(self.names, self.modules, before, strict=True):
             if _versions(module) != versions:
@@ -151,16 +151,16 @@ class Study:
         kept = zip(self._sizes, results, strict=True)
         self._sizes = [size for size, times in kept if times is not None]
 
-    def run_alone(
+    def measure_alone(
         self,
         others: Sequence[int],
         pace: Pace,
         *,
-        must: bool,
+        all_sizes: bool,
         share: bool,
     ) -> None:
         """Examine and measure with one layer on the device at a time; see `walk_alone`."""
-        self._must, self._is_alone = must, True
+        self._all_sizes, self._is_alone = all_sizes, True
         walks = [
             SizeWalk.start(rows, self._data.start_of(rows, _HOST), self.device)
             for rows in (self.micro_batches[0], *others)
@@ -172,7 +172,7 @@ class Study:
             walks,
             self.device,
             share=share,
-            must=must,
+            all_sizes=all_sizes,
             pace=pace,
             keep_modes=self._keep_modes,
             out_dims=self._data.joined_dims,
@@ -181,17 +181,17 @@ class Study:
         self.notes.append("one layer at a time: what neighbours do to each other is not measured")
         for walk in walks:
             try:
-                self._sizes.append(self._behind(walk))
+                self._sizes.append(self._finish_alone(walk))
             except GpipebalError as error:
-                if must or not self._sizes or not is_out_of_memory(error):
+                if all_sizes or not self._sizes or not is_out_of_memory(error):
                     raise
                 self.notes.append(left_out(walk.rows, error))
 
-    def _behind(self, walk: SizeWalk) -> _Size:
+    def _finish_alone(self, walk: SizeWalk) -> _Size:
         """Measure the loss after layers that were measured alone."""
         size = _Size(walk.rows, walk.survey(self.routes, self.device))
         size.times = join_times(walk.times)
-        self._look_at_loss(size)
+        self._survey_loss(size)
         if size.loss is not None:
             for _ in range(LOSS_ROUNDS):
                 size.times.run_loss(size.loss.chain, size.found.outputs.value)
@@ -277,12 +277,12 @@ class Study:
         chain.written = self._written
         return chain
 
-    def _look_at(self, start: Value, rows: int) -> _Size:
+    def _survey_size(self, start: Value, rows: int) -> _Size:
         size = _Size(rows, survey(self._replicated(start, self._replicas), self.routes), start)
-        self._look_at_loss(size)
+        self._survey_loss(size)
         return size
 
-    def _look_at_loss(self, size: _Size) -> None:
+    def _survey_loss(self, size: _Size) -> None:
         if self._loss_fn is None:
             return
         sizes = [size.rows] * len(self.micro_batches)
@@ -368,7 +368,7 @@ class Study:
         except GpipebalError as error:
             # Inside the pipeline the loss needs no gathered output: such a step may still fit.
             is_memory = is_out_of_memory(error)
-            if not is_memory and (is_main or self._must):
+            if not is_memory and (is_main or self._all_sizes):
                 raise
             why = "did not fit the device" if is_memory else str(error).splitlines()[0]
             self.notes.append(
