@@ -359,11 +359,25 @@ def test_layers_that_read_values_are_named(reads: Any) -> None:
     model, sample = nn.Sequential(nn.Linear(2, 2), Apply(reads)), torch.ones(2, 2)
     with pytest.raises(ProfileError, match=r"layer '1' cannot be estimated") as error:
         profile_model(model, sample, method="estimate")
-    assert "Fix: profile_model(model, sample, method='measure')." in str(error.value)
+    assert "Fix: profile_model(model, sample, method='measure')" in str(error.value)
     # Where a model has its mask made far away, the layer's name does not help.
     line = reads.__code__.co_firstlineno
     assert f" in line {line} of {Path(__file__).name}: " in str(error.value)
     assert profile_model(model, sample, rows=(), timeout=0.0, method="measure").n_layers == 2
+
+
+def test_a_padding_mask_whose_values_are_read_may_be_left_out() -> None:
+    """As models make one that look whether a row is padded: the error says so, and it works."""
+
+    def masked(batch: dict[str, Tensor]) -> Tensor:
+        is_word = batch.get("is_word")
+        return batch["x"] if is_word is None or is_word.all() else batch["x"] * is_word
+
+    model, x = nn.Sequential(Apply(masked), nn.Linear(2, 2)), torch.ones(2, 2)
+    text = "or give the sample without what needs its values, such as a padding mask"
+    with pytest.raises(ProfileError, match=f"layer '0' cannot(?s:.*)Fix: .*{text}"):
+        estimate_profile(model, {"x": x, "is_word": x > 0}, **ON_CPU)
+    assert estimate_profile(model, {"x": x}, **ON_CPU).n_layers == 2
 
 
 @pytest.mark.parametrize("use", ["weight", "bias"])

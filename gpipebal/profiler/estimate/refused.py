@@ -23,6 +23,10 @@ _OTHER_DEVICE = re.compile(
     r"same device|expected device \w+ but got|not on the expected device", re.IGNORECASE
 )
 _MEASURE = "profile_model(model, sample, method='measure')"
+_WITHOUT_VALUES = (
+    "or give the sample without what needs its values, such as a padding mask "
+    "(docs/guide/huggingface.md)"
+)
 
 
 @contextmanager
@@ -93,7 +97,7 @@ def _why(cause: Exception) -> tuple[str, str] | None:
         return (
             "it reads values of tensors, or runs an operation that knows no shapes without them"
             f"{line_of(cause)}: {kind}: {first} (expected operations on shapes alone)",
-            _MEASURE,
+            f"{_MEASURE}; {_WITHOUT_VALUES}",
         )
     return None
 
