@@ -1,4 +1,4 @@
-"""Measure a PyTorch model, cut it over devices in the best way, run it, and see where time went.
+"""Measure a PyTorch model, split it across devices optimally, run it, and see where time went.
 
 Modules are nouns, functions are verbs, and each verb turns one noun into the next::
 

@@ -145,8 +145,8 @@ def _is_users_own(error: GpipebalError) -> bool:
 def _parser() -> Parser:
     parser = Parser(
         prog="gpipebal",
-        description="Measure every layer of a PyTorch model, cut it over your devices in the\n"
-        "provably best way, run it as a pipeline, and see where time and memory went.",
+        description="Measure every layer of a PyTorch model, split it across your devices with\n"
+        "a provably optimal balance, run it as a pipeline, and see where time and\nmemory went.",
         epilog=f"{EXAMPLES}\n\n{EXIT_STATUS}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
