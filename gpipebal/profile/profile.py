@@ -317,7 +317,7 @@ class Profile:
         return match_profile(self, module)
 
     def to_frame(self, *, all_sizes: bool = False) -> pd.DataFrame:
-        """Return one row per layer: times in seconds, sizes in bytes, one column each.
+        """Return one row per layer, in seconds and bytes; `LayerProfile` explains the columns.
 
         ``saved_bytes`` counts what each layer saves by itself: the column does not add up to the
         memory of a partition, because neighbours share storages.
