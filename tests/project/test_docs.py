@@ -114,6 +114,7 @@ def test_figures_in_the_text_are_stored_ones() -> None:
     assert all(re.search(r"\d", value) for value in known.values()), known
 
 
+LIMITS = ("guide/limits.md", "limits_in_detail.md")
 #: What is not a measurement: settings, sizes of examples, definitions.
 NOT_MEASURED = ("512 MiB and a twentieth", "Each layer saves 25 MiB", "hands on 10 MiB")
 
@@ -203,6 +204,13 @@ def test_links_between_pages_exist() -> None:
         for target in re.findall(r"\{doc\}`(?:[^`<]*<)?([^`>]+)>?`", text):
             page = (folder / target).resolve().relative_to(DOCS)
             assert str(page) in generated or f"{page}.md" in TEXTS, f"{name}: {target}"
+
+
+def test_limits_in_detail_have_the_topics_of_the_guide() -> None:
+    """Each of their headings is one of the guide's page, in its order."""
+    topics = {name: re.findall(r"^## (.+)$", TEXTS[name], re.MULTILINE) for name in LIMITS}
+    short, detailed = topics.values()
+    assert detailed == [topic for topic in short if topic in detailed]
 
 
 def test_terms_are_in_the_glossary() -> None:
