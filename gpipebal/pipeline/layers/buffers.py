@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
@@ -29,7 +28,6 @@ from gpipebal.pipeline.values.tensors import (
     bytes_of,
     copy_of,
     is_shared,
-    parts_of,
     version_of,
 )
 
@@ -192,44 +190,6 @@ class Buffers:
                 )
         self._written.update(changed)
         return {at: copy for at, copy in changed.items() if not before[at][0].requires_grad}
-
-    def counts(self) -> dict[BufferSlot, int | None]:
-        """Count how often each buffer has been written to."""
-        return {
-            place: version_of(buffer) for place, buffer in self._present() if not is_lazy(buffer)
-        }
-
-    def find_written(
-        self, leaves: Sequence[Any], before: Mapping[BufferSlot, int | None]
-    ) -> list[int]:
-        """Find leaves in the memory of a buffer that a forward writes to, or that is small.
-
-        Args:
-            leaves: What the layers return.
-            before: What `counts` returned before they ran.
-
-        Returns:
-            Their indices.
-        """
-        written = {
-            part.untyped_storage()._cdata
-            for place, buffer in self._present()
-            if place not in self._left_alone and not is_lazy(buffer)
-            if is_always_copied(place[0], buffer)
-            or place in self._written
-            or before.get(place) != version_of(buffer)
-            for part in parts_of(buffer)
-        }
-        return [
-            k
-            for k, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.numel()
-            if leaf.untyped_storage()._cdata in written
-        ]
-
-    def of_layers(self) -> Iterator[tuple[BufferSlot, Tensor]]:
-        """Yield the buffers that layers may write to, each with its place."""
-        return (found for found in self._present() if found[0] not in self._left_alone)
 
     def is_written(self, place: BufferSlot) -> bool:
         """Tell whether a large buffer has been seen to change."""

@@ -30,13 +30,10 @@ class Facts:
     Attributes:
         written_inputs: Indices of the leaves of the input that the layers write to.
         outputs_need_gradient: For each leaf of the output, whether it needs a gradient.
-        written_outputs: Indices of the leaves of the output that are in the memory of a buffer
-            that the layers write to.
     """
 
     written_inputs: frozenset[int]
     outputs_need_gradient: tuple[bool, ...]
-    written_outputs: tuple[int, ...] = ()
 
 
 def kind_of(

@@ -4,8 +4,7 @@ The same layers behave alike for every micro-batch of one kind, so three facts a
 on the first micro-batch of a new kind, and used from then on:
 
 * which of the boundary tensors the first layers write to (only those are copied, so that the
-  recompute and the neighbour still see them unharmed), and which of the outputs are buffers that
-  the next micro-batch will write to (copied likewise);
+  recompute and the neighbour still see them unharmed);
 * which buffers the layers write to (only those, and small ones in any case, are copied for a
   recompute, which then starts from the same buffers as the forward, and leaves no trace in them:
   batch normalisation counts each micro-batch once);
@@ -15,6 +14,8 @@ Which outputs need a gradient is looked at again in the first micro-batch of eve
 in every micro-batch as long as no output needs one. If layers compute otherwise without a graph,
 as torch's attention does in evaluation mode, every forward records one. A layer that changes in
 another way is noticed in the recompute, before it can make a wrong gradient.
+
+Which outputs are copied before they are sent is decided in every forward (`returned`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from gpipebal.pipeline.layers.buffers import Buffers, BufferSlot, Kept
 from gpipebal.pipeline.layers.cached_weights import forget_cached_weights
 from gpipebal.pipeline.layers.modules import Modules
 from gpipebal.pipeline.layers.recomputed import Recomputed
-from gpipebal.pipeline.layers.returned import ReturnedBuffers
+from gpipebal.pipeline.layers.returned import ReturnedTensors
 from gpipebal.pipeline.process.caller import CallerState
 from gpipebal.pipeline.randomness.randomness import OwnRandomness
 from gpipebal.pipeline.values.microbatch import (
@@ -154,7 +155,9 @@ class Partition:
     def __post_init__(self) -> None:
         self.modules = Modules(self.layers)
         self.buffers = Buffers([*self.modules, *self.unregistered], self.foreign_buffers)
-        self._returned = ReturnedBuffers(self.buffers)
+        self._returned = ReturnedTensors(
+            [*self.modules, *self.unregistered], self.buffers, self.foreign_buffers
+        )
         self._skips = any(map(is_skippable, self.modules))
 
     def give_up(self) -> None:
@@ -197,7 +200,7 @@ class Partition:
             look = True
         record = run.state.grad_enabled and (not checkpointed or look)
         kept = self.buffers.keep() if checkpointed else None
-        counts = self._returned.counts()
+        counts = self._returned.count(run.state)
         with run.state.entered(grad=record):
             leaves = packet.as_leaves(grad=record)
             written = _perhaps_written(leaves, facts) if protect else ()
@@ -207,7 +210,6 @@ class Partition:
                 if not record and checkpointed:
                     note_no_graph(error)
                 raise
-            outputs = copied(outputs, facts.written_outputs)
             outputs = self._returned.send(outputs, counts, run.state)
         needs = which_need_gradient(outputs)
         if look:
@@ -237,17 +239,15 @@ class Partition:
             # views of one tensor have one count of writes.
             inputs = copied(leaves, range(len(leaves)) if protect else packet.overlaps)
             versions = [version_of(leaf) for leaf in inputs]
-            counts = self.buffers.counts()
+            counts = self._returned.count(run.state, first=True)
             outputs, structure = flatten(self._run_layers(unflatten(inputs, packet.structure), run))
-            # The next micro-batch writes to them while other partitions still read.
-            written_outputs = tuple(self.buffers.find_written(outputs, counts))
-            outputs = self._returned.send(copied(outputs, written_outputs), counts, run.state)
+            outputs = self._returned.send(outputs, counts, run.state)
         needs = which_need_gradient(outputs)
         changed = self.buffers.look(before)
         written_inputs = frozenset(
             k for k, leaf in enumerate(inputs) if was_written(leaves[k], leaf, versions[k])
         )
-        self._remember(run.kind, Facts(written_inputs, tuple(needs), written_outputs))
+        self._remember(run.kind, Facts(written_inputs, tuple(needs)))
         kept = kept.with_copies(changed) if kept is not None else None
         overlaps = find_shared(outputs, [inputs[k] for k in packet.overlaps])
         return ForwardResult(leaves, outputs, structure, needs, kept, overlaps)
