@@ -237,6 +237,18 @@ def test_what_stands_in_a_parameters_place_is_left_alone() -> None:
     assert all(value.grad is not None for value in base.values())
 
 
+def test_what_stood_in_a_parameters_place_in_the_forward() -> None:
+    """The gradients are those of the leaves that were lent, though these have been taken back."""
+    model = nn.Sequential(nn.Linear(4, 4), ReadsLate(), AddRow(), nn.Tanh())
+    pipe, x = gb.GPipe(model, [2, 2], chunks=4, checkpoint="never"), torch.randn(4, 4)
+    found = []
+    for module in (model, pipe):
+        lent = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+        torch.func.functional_call(module, lent, (x,)).sin().sum().backward()
+        found.append([one.grad for one in lent.values()])
+    assert_same(*found)
+
+
 def test_only_what_is_shared_is_copied() -> None:
     """Parts of one piece that have no element in common stay where they are."""
     apart, shared, other, late = (nn.Parameter(torch.zeros(2)) for _ in range(4))

@@ -91,8 +91,7 @@ def attach_outputs(mini_batch: MiniBatch, inputs: Sequence[Any], out_dims: Any) 
     del packets
     if not any(needs):
         return unflatten(outputs, structure)
-    partitions = mini_batch.runtime.partitions
-    own = [leaf for part in partitions for leaf in part.modules.leaves()]
+    own = [leaf for of_partition in mini_batch.leaves for leaf in of_partition]
     if len(mini_batch.rows) == 1:
         # Autograd does not know of memory that outputs of one micro-batch share with each other,
         # with an input that they are differentiated by, or with what layers train.

@@ -68,6 +68,7 @@ class MiniBatch:
     Attributes:
         outputs: After the forward, the output of each micro-batch.
         losses: After a step, the loss of each micro-batch.
+        leaves: After the forward, the parameters and the like that each partition had in it.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class MiniBatch:
         self.state = CallerState.capture(tuple({lane.device.type for lane in self.lanes}))
         self.outputs: list[Packet] = []
         self.losses: list[Tensor | None] = [None] * self.chunks
+        self.leaves: list[list[Tensor]] = [[] for _ in self.lanes]
         self._loss = loss
         self._watchers = watchers
         self._statistics = Statistics()
@@ -122,12 +124,9 @@ class MiniBatch:
         self._ready = starts = [lane.follow_caller() for lane in self.lanes]
         ready = [starts[0], *current_events(inputs.micro_batches[0])]
         for i, leaves in enumerate(inputs.micro_batches):
-            self._routes.put_input(
-                i,
-                Packet(
-                    leaves, inputs.structure, inputs.needs_gradient, ready, find_overlaps(leaves)
-                ),
-            )
+            overlaps = find_overlaps(leaves)
+            packet = Packet(leaves, inputs.structure, inputs.needs_gradient, ready, overlaps)
+            self._routes.put_input(i, packet)
         self._target_ready = [starts[-1], *(loss.events() if loss is not None else ())]
         # By partition, what marks the end of the phase that ran last.
         self._done: list[Any] = []
@@ -146,6 +145,8 @@ class MiniBatch:
         """
         self._run_forward_phase("F")
         for partition, cells in zip(self.runtime.partitions, self._cells, strict=True):
+            # In the backward `torch.func.functional_call` may have put back what was there before.
+            self.leaves[partition.index] = partition.modules.leaves()
             if any(cell.checkpointed for cell in cells):
                 self._conditions[partition.index] = partition.modules.condition()
         self.outputs = [self._routes.take_output(i) for i in range(self.chunks)]
@@ -352,7 +353,7 @@ class MiniBatch:
             gradients = [loss.gradient(i, self.losses[i])]
         new = self._new[j] if self._new else None
         if new is not None and not new.has_begun:
-            new.begin(self.runtime.partitions[j].modules.leaves())
+            new.begin(self.leaves[j] or self.runtime.partitions[j].modules.leaves())
         started = self._begin(action)
         with self.runtime.tied.collecting(self._sums[j]):
             received = self._cells[j][i].backward(gradients, self.state)
