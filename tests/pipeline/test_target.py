@@ -14,6 +14,7 @@ from torch.nn.functional import mse_loss
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline import GPipe
+from gpipebal.pipeline.minibatch.target import Target
 from gpipebal.schedule import CHECKPOINT_MODES, SCHEDULES, CheckpointMode
 
 pytestmark = pytest.mark.timeout(60)
@@ -201,3 +202,31 @@ def test_a_write_to_a_part_of_the_target_is_one_to_the_whole() -> None:
     assert not target.any()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         outside.backward()
+
+
+@pytest.mark.parametrize(("rows", "chunks"), [(4, 1), (1, 2)])
+def test_a_write_to_a_target_without_rows_counts_once(rows: int, chunks: int) -> None:
+    """The only micro-batch has the target itself, and its loss may have saved what it wrote."""
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return (output * target.add_(1)).sum()
+
+    inputs, plain = torch.randn(rows, 4, dtype=torch.float64), chain()
+    target = torch.ones(2).double()
+    loss_fn(plain(inputs), target.clone()).backward()
+    pipe = GPipe(chain(), [1, 1], chunks=chunks, checkpoint="never")
+    pipe.step(inputs, target=target, loss_fn=loss_fn, target_dims=None, reduction="sum")
+    assert_same_gradients(pipe, plain)
+    assert target.tolist() == [2, 2]
+    assert target._version == 1
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_write_to_what_was_moved_is_none_to_the_target(moved: bool) -> None:
+    """On its way to another device a part has become a copy."""
+    whole = torch.ones(4, 2)
+    target = Target(whole, 0, [2, 2])
+    received = [part.clone() if moved else part for part in target._parts[0]]
+    with target.lent(0, received) as given:
+        given.add_(1)
+    assert whole._version == (0 if moved else 1)

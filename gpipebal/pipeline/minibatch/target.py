@@ -114,7 +114,9 @@ class Target:
         yield unflatten(lent, self._structure)
         written = frozenset(k for k, leaf in enumerate(lent) if version_of(leaf) != versions[k])
         for k in written:
-            if lent[k] is leaves[k] and not self._leaves[k].is_inference():
+            # What was moved to another device is a copy, and a leaf without rows is no part.
+            is_part = lent[k] is self._parts[i][k] and self._dims[k] is not None
+            if is_part and not self._leaves[k].is_inference():
                 # Graphs of the caller's that have saved the whole are told.
                 increment_version(self._leaves[k])
         if self._written is None:
