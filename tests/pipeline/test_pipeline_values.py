@@ -406,3 +406,22 @@ def test_output_is_never_a_parameters_memory(chunks: int) -> None:
     output = GPipe(model, [1], chunks=chunks)(torch.ones(4, 3))
     output.mul_(5)
     assert (model[0].weight == 1).all()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_nested_tensors_with_strides_cross_a_cut(checkpoint: Any) -> None:
+    """Torch has no place in a graph for the gradient of one: the tensor itself stands for it."""
+    rows = Apply(lambda x: torch.nested.as_nested_tensor([row.tanh() for row in x.unsqueeze(1)]))
+    model = nn.Sequential(nn.Linear(4, 4), rows, Apply(lambda x: x.to_padded_tensor(0.0)[:, 0]))
+    pipe, inputs, found = (
+        GPipe(model, [2, 1], chunks=2, checkpoint=checkpoint),
+        torch.randn(4, 4),
+        [],
+    )
+    for module in (model, pipe):
+        module.zero_grad()
+        module(inputs).square().sum().backward()
+        found.append([one.grad for one in model.parameters()])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)

@@ -116,7 +116,7 @@ class Cell:
         """Forget all tensors."""
         self._input: Packet | None = None
         self._leaves: list[Tensor | None] = []
-        self._roots: list[tuple[GradientEdge, torch.device] | None] = []
+        self._roots: list[tuple[GradientEdge | Tensor, torch.device] | None] = []
         self._marks: list[int] = []
         self._buffers_before: Kept | None = None
         self._promised: list[bool] = []
@@ -242,7 +242,8 @@ class Cell:
         """Run the cell's graph; return the gradient of each leaf of the input, or None."""
         if not self._roots:
             return [None] * self._n_inputs
-        roots, seeds = [], []
+        roots: list[Any] = []
+        seeds = []
         for end, gradient in zip(self._roots, gradients, strict=True):
             if end is not None and gradient is not None:
                 roots.append(end[0])
@@ -269,7 +270,7 @@ class Cell:
             except BaseException as error:
                 # Only a graph that is freed completely on the way shows how far the backward got.
                 if self._parameters and not keep:
-                    nodes = [edge.node for edge in roots]
+                    nodes = [one.grad_fn if isinstance(one, Tensor) else one.node for one in roots]
                     self._partition.note_failed_backward(error, nodes, self._marks)
                 raise
         found = [None if leaf is None else leaf.grad for leaf in self._leaves]
@@ -304,7 +305,7 @@ def _wanted(packet: Packet, leaves: Sequence[Any]) -> list[Tensor | None]:
     ]
 
 
-def _roots_of(outputs: Sequence[Any]) -> list[tuple[GradientEdge, torch.device] | None]:
+def _roots_of(outputs: Sequence[Any]) -> list[tuple[GradientEdge | Tensor, torch.device] | None]:
     """Return where a backward starts, and on which device, for each output that has a gradient."""
     return [
         (_edge(leaf), leaf.device) if isinstance(leaf, Tensor) and leaf.requires_grad else None
@@ -312,8 +313,11 @@ def _roots_of(outputs: Sequence[Any]) -> list[tuple[GradientEdge, torch.device] 
     ]
 
 
-def _edge(tensor: Tensor) -> GradientEdge:
+def _edge(tensor: Tensor) -> GradientEdge | Tensor:
     """Return where the gradient of a tensor goes."""
+    if tensor.is_nested and tensor.layout is torch.strided:
+        # The engine asks an edge for one shape, and such a tensor has several.
+        return tensor
     if tensor.grad_fn is None and not has_storage(tensor):
         # torch would ask for a view, which a sparse tensor does not have.
         clone = tensor.clone().grad_fn
