@@ -439,3 +439,27 @@ def test_what_a_layer_writes_to_depends_on_what_it_is_given(checkpoint: Checkpoi
         for name in ("image", "text", "image"):
             model({name: torch.ones(4, 4)}).sum().backward()
     torch.testing.assert_close(pipe[0].linear.weight.grad, plain[0].linear.weight.grad)
+
+
+class Keeps(nn.Module):
+    """Keeps its input, and writes to it in the next call."""
+
+    last: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = x + self.last
+        self.last.fill_(7.0)
+        self.last = x.detach()
+        return output
+
+
+def test_a_layer_that_writes_to_an_input_that_it_has_kept() -> None:
+    """The error does not blame the caller for what comes from the partition before."""
+    model = nn.Sequential(nn.Linear(4, 4), Keeps(), nn.Linear(4, 4))
+    loss = GPipe(model, [1, 1, 1], chunks=4, checkpoint="always")(torch.ones(4, 4)).sum()
+    with pytest.raises(ModelError, match=r"(?s)of partition 1 cannot .* keep a clone\(\)"):
+        loss.backward()

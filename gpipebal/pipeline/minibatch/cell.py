@@ -214,12 +214,7 @@ class Cell:
         if packet is None or kept is None or writes is None:
             return  # no output needs a gradient
         if [*map(version_of, packet.leaves)] != self._versions:
-            raise ModelError(
-                "a checkpointed micro-batch cannot be recomputed: its input was written to after "
-                "the forward.\n"
-                "Fix: do not change the mini-batch before the backward, and let the first layer "
-                "of a partition write to its input always or never; or checkpoint='never'."
-            )
+            raise ModelError(_written_message(self._partition.index))
         writes.check()
         randomness = OwnRandomness(self._seed, self._micro_batch, self._states, again=True)
         marks: list[int] = []
@@ -280,6 +275,25 @@ class Cell:
             # A checkpointed cell keeps its input for a further backward, and its graph never.
             self._leaves, self._roots = [], []
         return found
+
+
+def _written_message(partition: int) -> str:
+    """Say what to do about a write to the input of a checkpointed micro-batch."""
+    always = "let the first layer of a partition write to its input always or never"
+    if not partition:
+        return (
+            "a checkpointed micro-batch cannot be recomputed: its input was written to after the "
+            "forward.\n"
+            f"Fix: do not change the mini-batch before the backward, and {always}; or "
+            "checkpoint='never'."
+        )
+    return (
+        f"a checkpointed micro-batch of partition {partition} cannot be recomputed: its input was "
+        "written to after the forward, perhaps by a layer of this partition, or of one before it, "
+        "that has kept the tensor.\n"
+        f"Fix: let layers keep a clone() of what they write to later, and {always}; or "
+        "checkpoint='never'."
+    )
 
 
 def _with_copies(packet: Packet) -> Packet:
