@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -162,3 +163,26 @@ def test_a_hook_of_a_parameter_may_be_of_its_layer(place: int, late: bool) -> No
     named = f"in the backward of layer '{place}' (layer {place} of the chain)"
     before = " or before it, down to layer '0' (layer 0 of the chain)" if place else ""
     assert f"{named}{before}\n" in notes
+
+
+@pytest.mark.parametrize(("sizes", "chunks"), [([3], 2), ([1, 2], 1)])
+def test_values_from_a_graph_of_the_callers_own(sizes: list[int], chunks: int) -> None:
+    """Several backwards lead into it: an error that says so if it has saved anything."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    pipe, x = GPipe(model, sizes, chunks=chunks, checkpoint="never"), torch.randn(4, 3)
+    base = torch.randn(24, requires_grad=True)
+
+    def loss(module: nn.Module, make: Callable[[Tensor], Tensor]) -> Tensor:
+        parts = make(base).split([p.numel() for p in model.parameters()])
+        pairs = zip(model.named_parameters(), parts, strict=True)
+        values = {name: part.view(p.shape) for (name, p), part in pairs}
+        return torch.func.functional_call(module, values, (x,)).sum()  # type: ignore[no-any-return]
+
+    with pytest.raises(RuntimeError, match="a second time") as caught:
+        loss(pipe, torch.tanh).backward()
+    assert any("pass its gradient on" in note for note in caught.value.__notes__)
+    for make, keep in ((torch.tanh, True), (torch.neg, False)):
+        (expected,) = torch.autograd.grad(loss(model, make), base)
+        base.grad = None
+        loss(pipe, make).backward(retain_graph=keep)
+        torch.testing.assert_close(base.grad, expected)

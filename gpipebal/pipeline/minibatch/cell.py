@@ -36,7 +36,7 @@ from gpipebal.pipeline.values.microbatch import (
     find_overlaps,
 )
 from gpipebal.pipeline.values.tensors import has_storage, version_of
-from gpipebal.pipeline.workers.blame import note_gaps
+from gpipebal.pipeline.workers.blame import note_gaps, note_second_backward
 from gpipebal.pipeline.workers.facts import kind_of
 from gpipebal.pipeline.workers.partition import Partition, Pass, Tail
 
@@ -263,6 +263,7 @@ class Cell:
                         inputs=None if self._parameters else wanted,
                     )
             except BaseException as error:
+                note_second_backward(error)
                 # Only a graph that is freed completely on the way shows how far the backward got.
                 if self._parameters and not keep:
                     nodes = [one.grad_fn if isinstance(one, Tensor) else one.node for one in roots]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpipebal.pipeline.process import engine_state
 
-__all__ = ["failed_layers", "next_node", "note_gaps", "note_no_graph"]
+__all__ = ["failed_layers", "next_node", "note_gaps", "note_no_graph", "note_second_backward"]
 
 #: Nodes that accumulate a gradient have this number, and no place in the order.
 _LAST = 2**64 - 1
@@ -50,6 +50,19 @@ def note_gaps(error: RuntimeError, leaves: Sequence[Any]) -> None:
                 "(A micro-batch is a part of the mini-batch: if its rows lie along another "
                 "dimension than 0, as in_dims says, it has gaps in memory. Fix: let the layer call "
                 "reshape() instead of view().)"
+            )
+
+
+def note_second_backward(error: BaseException) -> None:
+    """Note in an error of autograd that each cell goes back through a graph by itself."""
+    with suppress(Exception):
+        if "backward through the graph a second time" in str(error):
+            error.add_note(
+                "(Each micro-batch of each partition has a backward of its own, and two of them "
+                "lead into one graph: that of values given to functional_call, or of a tensor that "
+                "a layer has kept from an earlier micro-batch. Fix: give value.detach()."
+                "requires_grad_() and pass its gradient on, keep a detach(); or call "
+                "backward(retain_graph=True).)"
             )
 
 
