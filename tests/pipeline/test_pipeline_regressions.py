@@ -209,20 +209,6 @@ def test_sums_of_an_interrupted_backward_are_gone(monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(layer.weight.grad, expected)
 
 
-def test_ties_that_are_found_anew_keep_their_hooks() -> None:
-    """However often another parameter is replaced, a tied one is caught once."""
-    layer = nn.Linear(2, 2)
-    pipe = GPipe(nn.Sequential(layer, nn.Linear(2, 2), layer), [1, 1, 1])
-    losses, users = [], []
-    for _ in range(4):
-        pipe[1].weight = nn.Parameter(torch.ones(2, 2))
-        losses.append(pipe(torch.ones(2, 2)).sum())
-        losses[-1].backward()
-        assert pipe._runtime is not None
-        users.append(pipe._runtime.tied._users[layer.weight])
-    assert all(user is users[0] for user in users)
-
-
 class Unbind(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gpipebal.errors import DuplicateLayerError, ModelError
 from gpipebal.pipeline import GPipe, is_recomputing
+from gpipebal.pipeline.workers import tied
 from gpipebal.pipeline.workers.runtime import check_shared
 from gpipebal.pipeline.workers.tied import leaves_behind
 from gpipebal.schedule import CHECKPOINT_MODES, SCHEDULES, CheckpointMode
@@ -330,6 +331,34 @@ def test_another_pipeline_of_the_same_layers_does_not_take_the_gradients(
         assert found.keys() == expected.keys()
         for name in expected:
             torch.testing.assert_close(found[name], expected[name])
+
+
+@pytest.mark.parametrize("anew", ["pipeline", "ties"])
+def test_a_tied_parameter_has_one_hook(anew: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It outlives pipelines, and so may the node that adds to its gradient."""
+    layer = nn.Linear(2, 2)
+    model = nn.Sequential(layer, nn.Linear(2, 2), layer)
+    pipe = GPipe(model, [1, 1, 1])
+    made: list[Tensor] = []
+    catcher = tied._catcher
+
+    def count(parameter: Tensor) -> Any:
+        made.append(parameter)
+        return catcher(parameter)
+
+    monkeypatch.setattr(tied, "_catcher", count)
+    kept, found = [], []
+    for _ in range(3):
+        if anew == "pipeline":
+            pipe = GPipe(model, [1, 1, 1])
+        else:
+            pipe[1].weight = nn.Parameter(model[1].weight.detach().clone())
+        pipe.zero_grad()
+        kept.append(pipe(torch.ones(2, 2)).sum())
+        kept[-1].backward()
+        found.append(gradients(pipe)["0.weight"])
+    assert sorted(map(id, made)) == sorted([id(layer.weight), id(layer.bias)])
+    assert torch.equal(found[0], found[2])
 
 
 def test_a_refused_parameter_is_refused_at_every_forward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ class Runtime:
         """Return the same runtime, with the parameters that several partitions now use."""
         other = copy.copy(self)
         other._parameter_ids = self._find_parameter_ids()
-        other.tied = TiedParameters(self.partitions, self.lanes, self.tied)
+        other.tied = TiedParameters(self.partitions, self.lanes)
         return other
 
     def _find_namespaces(self) -> list[Mapping[str, Namespace | None]]:

@@ -31,6 +31,9 @@ __all__ = ["TiedParameters", "drop_gradients", "leaves_behind"]
 #: The gradients of a partition's tied parameters, and what must be waited for to read each.
 _Sums = dict[Tensor, tuple[Tensor, Any]]
 
+#: Marks the nodes that have the hook.
+_CAUGHT = "gpipebal catches its gradients"
+
 _current = threading.local()
 
 
@@ -40,15 +43,9 @@ class TiedParameters:
     Args:
         partitions: The partitions.
         lanes: Their devices and streams.
-        before: The tied parameters that these replace, whose hooks stay in use.
     """
 
-    def __init__(
-        self,
-        partitions: Sequence[Partition],
-        lanes: Sequence[Lane],
-        before: TiedParameters | None = None,
-    ) -> None:
+    def __init__(self, partitions: Sequence[Partition], lanes: Sequence[Lane]) -> None:
         # By id, so that a parameter that is replaced is not kept: its partitions, in their order.
         self._owners: dict[int, list[int]] = {}
         self._lanes = lanes
@@ -62,8 +59,7 @@ class TiedParameters:
         # Mini-batches of two threads may end at the same time.
         self._adding = threading.Lock()
         # torch keeps the node that adds to `.grad` only while a graph does; the hook is on it.
-        known = {} if before is None else before._users
-        self._users: dict[Tensor, Any] = {p: known[p] for p in self._tied if p in known}
+        self._users: dict[Tensor, Any] = {}
 
     def sums(self, *, grad: bool) -> list[_Sums]:
         """Return an empty sum for each partition; with `grad`, prepare to catch gradients."""
@@ -90,11 +86,13 @@ class TiedParameters:
             return
         with self._lanes[self._owners[id(parameter)][-1]].computing():
             user = _user(parameter)
-        node, known = _adder(user), self._users.get(parameter)
-        # There is another node after the parameter has changed its dtype or device.
-        if known is None or _adder(known) is not node:
+        # There is another node after the parameter has changed its dtype or device. One hook does
+        # for all pipelines: it asks the thread that runs it what is tied.
+        node = _adder(user)
+        if _CAUGHT not in node.metadata:
+            node.metadata[_CAUGHT] = True
             node.register_prehook(_catcher(parameter))
-            self._users[parameter] = user
+        self._users[parameter] = user
 
     @contextmanager
     def collecting(self, sums: _Sums) -> Iterator[None]:
