@@ -13,7 +13,7 @@ from gpipebal.pipeline.layers.flat import flatten
 from gpipebal.pipeline.layers.recomputed import with_recompute
 from gpipebal.pipeline.meter import MemoryMeter, measure_memory
 from gpipebal.pipeline.observers.recorder import Recorder
-from gpipebal.pipeline.process.checkpoint import is_checkpointing, is_recomputing
+from gpipebal.pipeline.process.phase import is_checkpointing, is_recomputing
 from gpipebal.pipeline.trace import trace
 from gpipebal.pipeline.values.parting import gather, scatter
 

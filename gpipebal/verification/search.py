@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.layers.recomputed import Recomputed
-from gpipebal.pipeline.process.checkpoint import is_recomputing
+from gpipebal.pipeline.process.phase import is_recomputing
 from gpipebal.pipeline.values.microbatch import flatten
 from gpipebal.schedule import make_schedule
 from gpipebal.verification.executions import plain_copy, run_pipe, run_plain

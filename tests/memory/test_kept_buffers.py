@@ -60,7 +60,7 @@ def test_the_profiler_finds_what_the_executor_keeps() -> None:
         before = buffers.copies()
         copies = buffers.keep()
         x = layer(x)
-        copies = copies.with_copies(buffers.look(before))
+        copies = copies.with_copies(buffers.note_changed(before))
         assert sum(t.nbytes for t in copies.copies.values() if t is not None) == n_bytes
     given = {"chunks": CHUNKS, "rows": (), "progress": False}
     alone = gb.profile_model(layers, inputs, timeout=0, share_identical=True, **given)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipebal.pipeline.process.checkpoint import is_recomputing
+from gpipebal.pipeline.process.phase import is_recomputing
 from gpipebal.pipeline.values.lane import record_stream
 from gpipebal.pipeline.values.tensors import copy_of, version_of
 

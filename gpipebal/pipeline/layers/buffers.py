@@ -163,7 +163,7 @@ class Buffers:
             and (place in self._foreign or (not alone and bytes_of(buffer) > SMALL))
         }
 
-    def look(self, before: Copies) -> dict[BufferSlot, Tensor]:
+    def note_changed(self, before: Copies) -> dict[BufferSlot, Tensor]:
         """Remember which of these buffers have changed; return them as they were.
 
         A buffer that requires a gradient is not remembered: no recompute may have a copy of it,

@@ -46,10 +46,10 @@ class BuffersOfRun(Buffers):
         """Copy the large buffers, if writes to them have not been looked for yet."""
         return {} if self.mode() in self._seen else super().copies(alone=alone)
 
-    def looked(self, kept: Kept, before: Copies) -> Kept:
+    def with_changed(self, kept: Kept, before: Copies) -> Kept:
         """Return what is kept, with those that turned out to be written to."""
         self._seen.add(self.mode())
-        return kept.with_copies(self.look(before))
+        return kept.with_copies(self.note_changed(before))
 
 
 def buffers_of_run(layers: Sequence[nn.Module], foreign: Set[int]) -> BuffersOfRun:

@@ -30,8 +30,8 @@ from gpipebal.pipeline.layers.buffers_of_run import BuffersOfRun, buffers_of_run
 from gpipebal.pipeline.layers.modules import shallow_copy
 from gpipebal.pipeline.layers.proxy import Proxy
 from gpipebal.pipeline.layers.written import ParameterWrites
-from gpipebal.pipeline.process.checkpoint import is_checkpointing, is_recomputing, phase
 from gpipebal.pipeline.process.engine_state import current_backward
+from gpipebal.pipeline.process.phase import is_checkpointing, is_recomputing, phase
 from gpipebal.pipeline.randomness.randomness import Repeatable, current_randomness
 from gpipebal.pipeline.values.microbatch import find_overlaps
 from gpipebal.pipeline.values.tensors import copy_of, version_of
@@ -188,7 +188,7 @@ class Recomputed(Proxy):
             self._of_run, self._written = buffers, {}
         repeatable = None if outer is None else outer.repeatable()
         again = _Again(buffers, repeatable)
-        look = buffers.begin()
+        before = buffers.begin()
         contexts = (nullcontext() if repeatable is None else repeatable.first.watching(), again)
         once = _Once(self, first, buffers.mode(), values, keywords)
         result = checkpoint(
@@ -202,7 +202,7 @@ class Recomputed(Proxy):
             early_stop=not any(isinstance(one, nn.RReLU) for one in buffers.modules),
         )
         once.kept = []  # the checkpoint holds it, for as long as it is needed
-        again.kept = buffers.looked(again.kept, look)
+        again.kept = buffers.with_changed(again.kept, before)
         again.writes.end_forward()
         again.follow(result)
         return result
@@ -362,14 +362,14 @@ class _Again(AbstractContextManager[None]):
         # Graphs keep it as long as they can run; whoever keeps the result must not.
         itself = weakref.ref(self)
 
-        def look(_: Any) -> None:
+        def check(_: Any) -> None:
             again = itself()
             if again is not None:
                 again._check_parameters()
 
         leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         for node in dict.fromkeys(leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None):
-            node.register_prehook(look)
+            node.register_prehook(check)
 
     def _check_parameters(self) -> None:
         """Look at the parameters, once in a backward."""

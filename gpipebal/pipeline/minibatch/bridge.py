@@ -29,6 +29,7 @@ from gpipebal.pipeline.process import engine_state
 from gpipebal.pipeline.process.caller import whole_call
 from gpipebal.pipeline.values.lane import current_events
 from gpipebal.pipeline.values.microbatch import (
+    Packet,
     copied,
     find_overlaps,
     find_shared,
@@ -70,24 +71,7 @@ def attach_outputs(mini_batch: MiniBatch, inputs: Sequence[Any], out_dims: Any) 
     with torch.no_grad():
         outputs = gather_leaves([packet.leaves for packet in packets], structure, dims)
         needs = [any(flags) for flags in zip(*(p.needs_gradient for p in packets), strict=True)]
-    sizes = [
-        [
-            leaf.size(dim) if isinstance(leaf, Tensor) and dim is not None and leaf.dim() else 0
-            for leaf, dim in zip(packet.leaves, dims, strict=True)
-        ]
-        for packet in packets
-    ]
-    for rows, of_micro_batch in zip(mini_batch.rows, sizes, strict=True):
-        for k, size in enumerate(of_micro_batch):
-            if rows and size % rows and len(packets) > 1:
-                raise ModelError(
-                    f"output does not go by rows: {name_of_leaf(structure, k)} has {size} along "
-                    f"dim {dims[k]} for a micro-batch of {count(rows, 'row')}, so the "
-                    "micro-batches cannot "
-                    "be joined.\n"
-                    "Fix: let the last layer return tensors with the rows along dim 0, or name "
-                    "their dimension in out_dims (None: stack the micro-batches' tensors)."
-                )
+    sizes = _sizes_along(packets, structure, dims, mini_batch.rows)
     del packets
     if not any(needs):
         return unflatten(outputs, structure)
@@ -108,6 +92,35 @@ def attach_outputs(mini_batch: MiniBatch, inputs: Sequence[Any], out_dims: Any) 
     for k, leaf in zip(wanted, attached, strict=True):
         outputs[k] = leaf
     return unflatten(outputs, structure)
+
+
+def _sizes_along(
+    packets: Sequence[Packet], structure: Any, dims: Sequence[Dim], rows: Sequence[int]
+) -> list[list[int]]:
+    """Return how large each micro-batch's leaves are along their dimensions; 0: without one.
+
+    Raises:
+        ModelError: a leaf does not go by the rows, so that several cannot be joined.
+    """
+    sizes = [
+        [
+            leaf.size(dim) if isinstance(leaf, Tensor) and dim is not None and leaf.dim() else 0
+            for leaf, dim in zip(packet.leaves, dims, strict=True)
+        ]
+        for packet in packets
+    ]
+    for n_rows, of_micro_batch in zip(rows, sizes, strict=True):
+        for k, size in enumerate(of_micro_batch):
+            if n_rows and size % n_rows and len(packets) > 1:
+                raise ModelError(
+                    f"output does not go by rows: {name_of_leaf(structure, k)} has {size} along "
+                    f"dim {dims[k]} for a micro-batch of {count(n_rows, 'row')}, so the "
+                    "micro-batches cannot "
+                    "be joined.\n"
+                    "Fix: let the last layer return tensors with the rows along dim 0, or name "
+                    "their dimension in out_dims (None: stack the micro-batches' tensors)."
+                )
+    return sizes
 
 
 def gradients_of_inputs(

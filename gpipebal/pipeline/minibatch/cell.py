@@ -25,7 +25,7 @@ from gpipebal.pipeline.layers.batchnorm import SEEN, gathering
 from gpipebal.pipeline.layers.buffers import Kept
 from gpipebal.pipeline.layers.written import ParameterWrites
 from gpipebal.pipeline.process.caller import CallerState
-from gpipebal.pipeline.process.checkpoint import phase
+from gpipebal.pipeline.process.phase import phase
 from gpipebal.pipeline.randomness.randomness import OwnRandomness, States
 from gpipebal.pipeline.randomness.seeds import MiniBatchSeed
 from gpipebal.pipeline.values.gradients import without_the_rest
@@ -39,8 +39,9 @@ from gpipebal.pipeline.values.tensors import has_storage, version_of
 from gpipebal.pipeline.workers.blame import note_gaps, note_second_backward
 from gpipebal.pipeline.workers.facts import kind_of
 from gpipebal.pipeline.workers.partition import Partition, Pass, Tail
+from gpipebal.schedule import Schedule
 
-__all__ = ["Cell"]
+__all__ = ["Cell", "make_cells"]
 
 
 class Cell:
@@ -154,7 +155,7 @@ class Cell:
                     Pass(self._kind, state, randomness, tail, marks),
                     checkpointed=self.checkpointed,
                     protect=self._protect,
-                    look=self.checkpointed and self._needs_graph(tail),
+                    with_graph=self.checkpointed and self._needs_graph(tail),
                 )
         except RuntimeError as error:
             if not self._partition.index:
@@ -276,6 +277,46 @@ class Cell:
             # A checkpointed cell keeps its input for a further backward, and its graph never.
             self._leaves, self._roots = [], []
         return found
+
+
+def make_cells(
+    partitions: Sequence[Partition],
+    schedule: Schedule,
+    seed: MiniBatchSeed,
+    *,
+    chunks: int,
+    grad: bool,
+    protect: bool,
+) -> list[list[Cell]]:
+    """Make the cells of a mini-batch: for each partition, one for each micro-batch.
+
+    Args:
+        partitions: The partitions.
+        schedule: Says which cells are recomputed.
+        seed: Seed of the mini-batch's random numbers.
+        chunks: Micro-batches.
+        grad: Whether a backward can follow.
+        protect: As for `Cell`.
+    """
+    recomputed = {action[::2] for row in schedule.rows for action in row if action.kind == "R"}
+    cells = []
+    for partition in partitions:
+        mode = partition.modules.mode()
+        cells.append(
+            [
+                Cell(
+                    partition,
+                    mode,
+                    micro_batch=i,
+                    seed=seed,
+                    grad=grad,
+                    protect=protect,
+                    checkpointed=grad and (partition.index, i) in recomputed,
+                )
+                for i in range(chunks)
+            ]
+        )
+    return cells
 
 
 def _written_message(partition: int) -> str:

@@ -20,7 +20,7 @@ from gpipebal.pipeline.layers.cached_weights import forget_cached_weights
 from gpipebal.pipeline.layers.modules import Modules
 from gpipebal.pipeline.layers.written import ParameterWrites
 from gpipebal.pipeline.minibatch.target import Target
-from gpipebal.pipeline.process.checkpoint import is_checkpointing
+from gpipebal.pipeline.process.phase import is_checkpointing
 from gpipebal.pipeline.values.lane import Lane
 from gpipebal.pipeline.values.microbatch import Packet, flatten
 from gpipebal.pipeline.workers.partition import Tail
@@ -165,7 +165,7 @@ class MicroBatchLoss:
         Raises:
             ModelError: the loss or such a layer did, in no fixed order.
         """
-        self._foreign.look(self._before)
+        self._foreign.note_changed(self._before)
 
     def gradient(self, i: int, loss: Tensor | None) -> Tensor:
         """Return the gradient of the mini-batch's loss by the loss of micro-batch `i`."""
@@ -191,7 +191,7 @@ class _BuffersOfLoss(BuffersOfRun):
     #: Names of large buffers that have been seen to change, by module.
     _known: ClassVar[WeakKeyDictionary[nn.Module, set[str]]] = WeakKeyDictionary()
     #: The modes in which writes have been looked for, by the module that is the loss.
-    _looked: ClassVar[WeakKeyDictionary[nn.Module, set[Hashable]]] = WeakKeyDictionary()
+    _modes_seen: ClassVar[WeakKeyDictionary[nn.Module, set[Hashable]]] = WeakKeyDictionary()
 
     def __init__(self, modules: Modules) -> None:
         super().__init__(modules)
@@ -199,16 +199,16 @@ class _BuffersOfLoss(BuffersOfRun):
             self._written.update((module, name) for name in self._known.get(module, ()))
         first = next(iter(modules), None)
         if first is not None:
-            self._seen = self._looked.setdefault(first, set())
+            self._seen = self._modes_seen.setdefault(first, set())
 
     def mode(self) -> Hashable:
         """Return the modes of all modules, and which they are."""
         return super().mode(), tuple(map(id, self.modules))
 
-    def looked(self, kept: Kept, before: Copies) -> Kept:
+    def with_changed(self, kept: Kept, before: Copies) -> Kept:
         """Return what is kept, with those that turned out to be written to."""
         try:
-            return super().looked(kept, before)
+            return super().with_changed(kept, before)
         finally:
             self._remember()
 
@@ -250,10 +250,10 @@ class _Repeatable:
             writes.check(recomputed=True)
         elif is_checkpointing():
             kept, writes = self._buffers.keep(), ParameterWrites(self._buffers.modules)
-            look = self._buffers.copies()
+            before = self._buffers.copies()
             yield
             writes.end_forward()
-            self._known = self._buffers.looked(kept, look), writes
+            self._known = self._buffers.with_changed(kept, before), writes
         else:
             yield
 

@@ -34,7 +34,7 @@ from torch import Tensor
 from gpipebal.errors import PipelineError
 from gpipebal.pipeline.layers.batchnorm import Statistics, gathering
 from gpipebal.pipeline.layers.written import StepsInHooks
-from gpipebal.pipeline.minibatch.cell import Cell
+from gpipebal.pipeline.minibatch.cell import make_cells
 from gpipebal.pipeline.minibatch.inputs import Inputs
 from gpipebal.pipeline.minibatch.loss import MicroBatchLoss
 from gpipebal.pipeline.minibatch.new_gradients import NewGradients
@@ -42,8 +42,7 @@ from gpipebal.pipeline.minibatch.routes import Routes
 from gpipebal.pipeline.observers.watchers import Watchers
 from gpipebal.pipeline.process.caller import CallerState
 from gpipebal.pipeline.randomness.randomness import new_seed
-from gpipebal.pipeline.values.lane import current_events
-from gpipebal.pipeline.values.microbatch import Packet, find_overlaps
+from gpipebal.pipeline.values.microbatch import Packet
 from gpipebal.pipeline.workers.failures import Failures
 from gpipebal.pipeline.workers.inbox import InboxClosedError, Stop
 from gpipebal.pipeline.workers.runtime import Runtime
@@ -102,30 +101,18 @@ class MiniBatch:
         self._sums = runtime.tied.sums(grad=self.grad)
         self._spent = not self.grad
         self._seed = new_seed()
-        recomputed = {action[::2] for row in schedule.rows for action in row if action.kind == "R"}
-        # A leaf that goes to every micro-batch is read again after one of them has run, and a
-        # partition may pass it on to the next.
-        protect = None in self.dims and self.chunks > 1
-        self._cells = [
-            [
-                Cell(
-                    partition,
-                    mode,
-                    micro_batch=i,
-                    seed=self._seed,
-                    grad=self.grad,
-                    protect=protect,
-                    checkpointed=self.grad and (partition.index, i) in recomputed,
-                )
-                for i in range(self.chunks)
-            ]
-            for partition, mode in [(part, part.modules.mode()) for part in runtime.partitions]
-        ]
+        self._cells = make_cells(
+            runtime.partitions,
+            schedule,
+            self._seed,
+            chunks=self.chunks,
+            grad=self.grad,
+            # A leaf that goes to every micro-batch is read again after one of them has run, and a
+            # partition may pass it on to the next.
+            protect=None in self.dims and self.chunks > 1,
+        )
         self._ready = starts = [lane.follow_caller() for lane in self.lanes]
-        ready = [starts[0], *current_events(inputs.micro_batches[0])]
-        for i, leaves in enumerate(inputs.micro_batches):
-            overlaps = find_overlaps(leaves)
-            packet = Packet(leaves, inputs.structure, inputs.needs_gradient, ready, overlaps)
+        for i, packet in enumerate(inputs.take(starts[0])):
             self._routes.put_input(i, packet)
         self._target_ready = [starts[-1], *(loss.events() if loss is not None else ())]
         # By partition, what marks the end of the phase that ran last.
@@ -134,8 +121,6 @@ class MiniBatch:
         self._new: list[NewGradients] = []
         # What recomputes need unchanged, by partition: the layers' modes and parameters.
         self._conditions: dict[int, Any] = {}
-        # Keeping them here would keep their memory.
-        inputs.micro_batches = []
 
     def forward(self) -> None:
         """Run all forwards; the outputs are then in `outputs`, in the order of micro-batches.

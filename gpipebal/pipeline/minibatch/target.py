@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from gpipebal.errors import BalanceError, ModelError
-from gpipebal.pipeline.process.checkpoint import is_checkpointing, is_recomputing
+from gpipebal.pipeline.process.phase import is_checkpointing, is_recomputing
 from gpipebal.pipeline.values.lane import Lane, current_events
 from gpipebal.pipeline.values.microbatch import (
     check_nothing_hidden,

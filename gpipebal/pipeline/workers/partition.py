@@ -173,7 +173,7 @@ class Partition:
         self._facts.pop(kind, None)
 
     def forward(
-        self, packet: Packet, run: Pass, *, checkpointed: bool, protect: bool, look: bool
+        self, packet: Packet, run: Pass, *, checkpointed: bool, protect: bool, with_graph: bool
     ) -> ForwardResult:
         """Run the layers on one micro-batch.
 
@@ -182,9 +182,9 @@ class Partition:
             run: What the pass depends on. If the caller wants gradients a graph is recorded.
             checkpointed: Whether a recompute follows: no graph is recorded, buffers are copied.
             protect: Whether the input is read later, so that it must stay as it is.
-            look: Whether to record a graph only to see which outputs need a gradient (a layer may
-                have been frozen or thawed in a way that its parameters do not show), or because
-                layers compute otherwise without one.
+            with_graph: Whether to record a graph although a recompute follows: to see which outputs
+                need a gradient (a layer may have been frozen or thawed in a way that its parameters
+                do not show), or because layers compute otherwise without one.
 
         Raises:
             ModelError: a layer returned no tensor, or writes to a buffer that layers of another
@@ -197,8 +197,8 @@ class Partition:
         if checkpointed and not any(facts.outputs_need_gradient):
             # Nothing would be recomputed, so it would go unnoticed if this micro-batch takes
             # another way through a layer. Where nothing can need a gradient there is no graph.
-            look = True
-        record = run.state.grad_enabled and (not checkpointed or look)
+            with_graph = True
+        record = run.state.grad_enabled and (not checkpointed or with_graph)
         kept = self.buffers.keep() if checkpointed else None
         counts = self._returned.count(run.state)
         with run.state.entered(grad=record):
@@ -212,7 +212,7 @@ class Partition:
                 raise
             outputs = self._returned.send(outputs, counts, run.state)
         needs = which_need_gradient(outputs)
-        if look:
+        if with_graph:
             if tuple(needs) != facts.outputs_need_gradient:
                 # Other kinds may have changed too: another loss follows the layers, say.
                 self._facts.clear()
@@ -243,7 +243,7 @@ class Partition:
             outputs, structure = flatten(self._run_layers(unflatten(inputs, packet.structure), run))
             outputs = self._returned.send(outputs, counts, run.state)
         needs = which_need_gradient(outputs)
-        changed = self.buffers.look(before)
+        changed = self.buffers.note_changed(before)
         written_inputs = frozenset(
             k for k, leaf in enumerate(inputs) if was_written(leaves[k], leaf, versions[k])
         )

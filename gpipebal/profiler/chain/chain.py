@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
-from gpipebal.pipeline.process.checkpoint import phase
+from gpipebal.pipeline.process.phase import phase
 from gpipebal.pipeline.values.gradients import without_the_rest
 from gpipebal.pipeline.values.microbatch import Call, check_travels, flatten, unflatten
 from gpipebal.pipeline.values.parting import Dim

@@ -15,8 +15,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from gpipebal.pipeline.process.checkpoint import phase
 from gpipebal.pipeline.process.modes import ThreadedDispatchMode
+from gpipebal.pipeline.process.phase import phase
 from gpipebal.pipeline.values.tensors import storage_key
 from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.value import Value, roots_of

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gpipebal.pipeline.layers.attributes import tensors_in
 from gpipebal.pipeline.observers.ledger import Ledger
-from gpipebal.pipeline.process.checkpoint import phase
+from gpipebal.pipeline.process.phase import phase
 from gpipebal.pipeline.values.tensors import has_storage, plain_parts, storage_key
 from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.gradients import (
