@@ -53,8 +53,8 @@ class Cell:
         micro_batch: Which micro-batch it is.
         seed: Seed of the mini-batch's random numbers.
         grad: Whether a backward can follow.
-        protect: Whether its input must stay as it is even without a backward: other micro-batches
-            may have a part of it.
+        input_is_shared: Whether other micro-batches may have a part of its input, which then must
+            stay as it is even without a backward.
         checkpointed: Whether it is recomputed in the backward; only with `grad`.
 
     Attributes:
@@ -66,23 +66,23 @@ class Cell:
         "_draws",
         "_grad",
         "_input",
+        "_input_is_shared",
+        "_keeps_graph",
         "_kind",
         "_leaves",
         "_marks",
         "_micro_batch",
         "_mode",
         "_n_inputs",
-        "_parameters",
         "_partition",
         "_promised",
         "_protect",
-        "_retains",
         "_roots",
         "_seed",
-        "_shares",
         "_states",
         "_tail",
         "_versions",
+        "_wants_parameters",
         "_writes",
         "checkpointed",
     )
@@ -95,7 +95,7 @@ class Cell:
         micro_batch: int,
         seed: MiniBatchSeed,
         grad: bool,
-        protect: bool,
+        input_is_shared: bool,
         checkpointed: bool,
     ) -> None:
         self._partition = partition
@@ -103,14 +103,14 @@ class Cell:
         self._micro_batch = micro_batch
         self._seed = seed
         self._grad = grad
-        self._protect = grad or protect
-        self._shares = protect
+        self._protect = grad or input_is_shared
+        self._input_is_shared = input_is_shared
         self.checkpointed = checkpointed
         self._n_inputs = 0
         self._kind: Any = None
         self._versions: list[int | None] = []
-        self._retains = False
-        self._parameters = True
+        self._keeps_graph = False
+        self._wants_parameters = True
         self.release()
 
     def release(self) -> None:
@@ -142,7 +142,7 @@ class Cell:
         loss = None if tail is None else tail.kind
         self._kind = kind_of(self._mode, packet, state, protect=self._protect, loss=loss)
         # Before the layers run: one may write to its input although the facts say that none does.
-        count = self.checkpointed or self._shares
+        count = self.checkpointed or self._input_is_shared
         versions = [*map(version_of, packet.leaves)] if count else []
         states: States | None = [] if self.checkpointed else None
         writes = ParameterWrites(self._partition.modules) if self.checkpointed else None
@@ -162,7 +162,7 @@ class Cell:
                 note_gaps(error, packet.leaves)
             raise
         self._partition.check_writes(self._kind, packet)
-        if self._shares and [*map(version_of, packet.leaves)] != versions:
+        if self._input_is_shared and [*map(version_of, packet.leaves)] != versions:
             raise ModelError(
                 f"an input of partition {self._partition.index} was written to, perhaps one that "
                 "other micro-batches read too, and was not when this kind of micro-batch was first "
@@ -201,8 +201,8 @@ class Cell:
 
     def begin_backward(self, *, keep: bool, parameters: bool) -> None:
         """Say how the coming backward is meant; called before the workers start."""
-        self._retains = keep
-        self._parameters = parameters
+        self._keeps_graph = keep
+        self._wants_parameters = parameters
 
     def recompute(self, state: CallerState) -> None:
         """Make the graph that the checkpointed forward did not record.
@@ -224,11 +224,11 @@ class Cell:
                 packet,
                 Pass(self._kind, state, randomness, self._tail, marks),
                 promised=self._promised,
-                kept=kept.again() if self._retains else kept,
+                kept=kept.again() if self._keeps_graph else kept,
             )
         writes.check(recomputed=True)
         randomness.check_draws(self._draws)
-        if not self._retains:
+        if not self._keeps_graph:
             self._input, self._buffers_before, self._tail, self._writes = None, None, None, None
             self._states = []
         self._leaves = _wanted(packet, leaves)
@@ -246,8 +246,8 @@ class Cell:
                 # A layer may return a tensor that is on the host.
                 seeds.append(gradient if gradient.device == end[1] else gradient.to(end[1]))
         wanted = [leaf for leaf in self._leaves if leaf is not None]
-        keep = self._retains and not self.checkpointed
-        if roots and (self._parameters or wanted):
+        keep = self._keeps_graph and not self.checkpointed
+        if roots and (self._wants_parameters or wanted):
             randomness = OwnRandomness(self._seed, self._micro_batch)
             randomness.enter_backward(self._partition.index)
             try:
@@ -261,12 +261,12 @@ class Cell:
                         roots,
                         seeds,
                         retain_graph=keep,
-                        inputs=None if self._parameters else wanted,
+                        inputs=None if self._wants_parameters else wanted,
                     )
             except BaseException as error:
                 note_second_backward(error)
                 # Only a graph that is freed completely on the way shows how far the backward got.
-                if self._parameters and not keep:
+                if self._wants_parameters and not keep:
                     nodes = [one.grad_fn if isinstance(one, Tensor) else one.node for one in roots]
                     self._partition.note_failed_backward(error, nodes, self._marks)
                 raise
@@ -286,7 +286,7 @@ def make_cells(
     *,
     chunks: int,
     grad: bool,
-    protect: bool,
+    input_is_shared: bool,
 ) -> list[list[Cell]]:
     """Make the cells of a mini-batch: for each partition, one for each micro-batch.
 
@@ -296,7 +296,7 @@ def make_cells(
         seed: Seed of the mini-batch's random numbers.
         chunks: Micro-batches.
         grad: Whether a backward can follow.
-        protect: As for `Cell`.
+        input_is_shared: As for `Cell`.
     """
     recomputed = {action[::2] for row in schedule.rows for action in row if action.kind == "R"}
     cells = []
@@ -310,7 +310,7 @@ def make_cells(
                     micro_batch=i,
                     seed=seed,
                     grad=grad,
-                    protect=protect,
+                    input_is_shared=input_is_shared,
                     checkpointed=grad and (partition.index, i) in recomputed,
                 )
                 for i in range(chunks)

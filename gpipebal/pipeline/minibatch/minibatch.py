@@ -109,7 +109,7 @@ class MiniBatch:
             grad=self.grad,
             # A leaf that goes to every micro-batch is read again after one of them has run, and a
             # partition may pass it on to the next.
-            protect=None in self.dims and self.chunks > 1,
+            input_is_shared=None in self.dims and self.chunks > 1,
         )
         self._ready = starts = [lane.follow_caller() for lane in self.lanes]
         for i, packet in enumerate(inputs.take(starts[0])):
