@@ -118,6 +118,7 @@ class GPipe(Container):
     """
 
     _runtime: Runtime | None
+    _is_for_step = False
 
     def __init__(
         self,
@@ -226,6 +227,7 @@ class GPipe(Container):
             timeout=timeout,
         )
         pipe.schedule = plan.schedule
+        pipe._is_for_step = planned.is_for_step(plan)
         for warning in planned.plan_warnings(
             plan, chain.layers_of(module), pipe.threads_per_partition, in_dims, keyword_dims
         ):
@@ -254,6 +256,7 @@ class GPipe(Container):
             BaseException: whatever a layer raised, with its own type and traceback, and notes
                 that name partition, phase, micro-batch and layer.
         """
+        planned.warn_of_call(self)
         input = chain.check_one_input(input, others, keywords)
         leaves, inputs = self._parted(input, keywords)
         if not self._modules:
@@ -385,11 +388,7 @@ class GPipe(Container):
                 chain.check_number(len(layers), self.balance)
                 chain.check_runs(layers, self.balance)
                 runtime = Runtime(
-                    layers,
-                    self.balance,
-                    self.devices,
-                    self._streams,
-                    self.threads_per_partition,
+                    layers, self.balance, self.devices, self._streams, self.threads_per_partition
                 )
                 self._runtime = runtime
             elif runtime.has_other_parameters():

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from gpipebal.objectives import MINIMISED
+from gpipebal.schedule import SCHEDULES
 from gpipebal.text import aligned, one_line
 from gpipebal.units import count, format_bytes, format_percent, format_seconds
 
@@ -31,12 +32,18 @@ def _headline(plan: Plan) -> str:
     schedule = "" if plan.schedule == "gpipe" else f"schedule={plan.schedule!r}, "
     modes = set(plan.modes)
     checkpoint = f"checkpoint={modes.pop()!r}" if len(modes) == 1 else "checkpoint by partition"
+    inside = "loss inside (train with pipe.step), " if _needs_step(plan) else ""
     return (
         f"{count(plan.n_layers, 'layer')} on {count(plan.n_partitions, 'partition')}, "
         f"{count(plan.chunks, 'micro-batch')} of {count(plan.rows, 'row')}, "
-        f"{schedule}{checkpoint}: balance={list(plan.balance)}, "
+        f"{schedule}{inside}{checkpoint}: balance={list(plan.balance)}, "
         f"{plan.objective} {format_value(plan, plan.value)} ({proof})"
     )
+
+
+def _needs_step(plan: Plan) -> bool:
+    """Tell whether the predictions are of `GPipe.step`; a schedule only torch runs has no such."""
+    return plan.loss_inside and plan.schedule in SCHEDULES
 
 
 def _table(plan: Plan) -> str:
@@ -131,7 +138,7 @@ def layer_range(names: Sequence[str]) -> str:
 def explanation(plan: Plan) -> str:
     """Say in sentences what a plan is, why, how sure that is, and where it is tight."""
     sentences = [_what(plan), _proof(plan), _slowest(plan)]
-    sentences += [*_below_makespan(plan), *_gain(plan), *_memory(plan), *_modes(plan)]
+    sentences += [*_loss(plan), *_below_makespan(plan), *_gain(plan), *_memory(plan), *_modes(plan)]
     sentences += [*_runs(plan), *_order(plan)]
     sentences += _moves(plan)
     sentences += map(one_line, plan.notes)
@@ -192,6 +199,15 @@ def _slowest(plan: Plan) -> str:
         f"{format_percent(plan.bubble_fraction)} of the time, while the pipeline fills and drains "
         "or waits for the slowest partition."
     )
+
+
+def _loss(plan: Plan) -> Iterator[str]:
+    if _needs_step(plan):
+        yield (
+            "The last partition computes the loss of each micro-batch, as in training with "
+            "pipe.step(x, target=y, loss_fn=loss_fn): a loss of pipe(x) may need more memory and "
+            "take longer."
+        )
 
 
 def _gain(plan: Plan) -> list[str]:

@@ -33,6 +33,9 @@ _MOST_TIMES = 4
 #: What keeps tied parameters possible where their layers are not in one partition.
 _TIED = " (partitions that share a parameter may be on one device; or untie it)"
 
+#: What a loss inside the pipeline takes besides another plan.
+_STEP = " (and train with pipe.step)"
+
 
 def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
     """Say which partition lacks how much memory, and what would help.
@@ -238,9 +241,9 @@ def _loss_by_micro_batch(question: Question) -> Iterator[tuple[str, Question]]:
     if question.loss_inside:
         return
     inside = replace(question, loss_inside=True)
-    yield "loss_inside=True", inside
+    yield f"loss_inside=True{_STEP}", inside
     if question.checkpoint != "auto" and not has_plan(inside):
-        yield "loss_inside=True, checkpoint='auto'", replace(inside, checkpoint="auto")
+        yield f"loss_inside=True, checkpoint='auto'{_STEP}", replace(inside, checkpoint="auto")
 
 
 def _looser(question: Question) -> Iterator[tuple[str, Question]]:

@@ -387,6 +387,16 @@ def test_plan_with_modes_prints_them() -> None:
     assert str(same) == TABLE
 
 
+def test_a_plan_with_the_loss_inside_says_how_to_train() -> None:
+    """Its memory and times are those of `GPipe.step`, not of a loss that the caller computes."""
+    inside = _plan(loss_inside=True)
+    assert "rows, loss inside (train with pipe.step), checkpoint='except_last'" in str(inside)
+    assert "The last partition computes the loss" in inside.explain()
+    # Only torch runs this schedule, and it has its own step.
+    for other in (_plan(), _plan(loss_inside=True, schedule="zb_h1")):
+        assert "pipe.step" not in str(other) + other.explain()
+
+
 def test_plan_says_what_it_does_not_know() -> None:
     """A plan that is not proven shows its gap, and one without optimizer state says so."""
     bare = PartitionPlan(("a",), ("x",), 1.0, 1.0, 1.0, PeakMemory(parameters=8))

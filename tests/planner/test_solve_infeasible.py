@@ -28,7 +28,7 @@ def apply(advice: str, options: dict[str, Any]) -> dict[str, Any]:
     if advice.startswith("without "):
         del changed[advice.removeprefix("without ")]
         return changed
-    return {**changed, **eval(f"dict({advice})")}
+    return {**changed, **eval(f"dict({advice.partition(' (and ')[0]})")}
 
 
 def advice_of(error: InfeasibleError) -> list[str]:
@@ -112,7 +112,7 @@ def test_large_outputs_need_not_exist_together() -> None:
         [1.0] * 4, output_bytes=[10, 10, 10, 1000], saved_bytes=[10] * 4, chunks=8
     )
     options = {"partitions": 2, "memory_limit": 9000}
-    assert "loss_inside=True" in follow_all(profile, options)
+    assert "loss_inside=True (and train with pipe.step)" in follow_all(profile, options)
     assert "loss_inside" not in str(
         follow_all(profile, {**options, "loss_inside": True, "memory_limit": 100})
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from gpipebal.argument_kinds import check_kind
@@ -19,7 +21,14 @@ from gpipebal.profile.fingerprint import is_same_layer
 from gpipebal.schedule import check_schedule
 from gpipebal.units import count
 
-__all__ = ["check_plan_names", "check_plan_schedule", "plan_warnings", "with_runs_of"]
+__all__ = [
+    "check_plan_names",
+    "check_plan_schedule",
+    "is_for_step",
+    "plan_warnings",
+    "warn_of_call",
+    "with_runs_of",
+]
 
 
 def check_plan_schedule(plan: Plan) -> None:
@@ -90,6 +99,27 @@ def with_runs_of(plan: Plan, module: nn.Module, deferred: bool = False) -> nn.Mo
         return module
     assert isinstance(module, nn.Sequential)
     return with_recompute(module, plan.runs)
+
+
+def is_for_step(plan: Plan) -> bool:
+    """Tell whether it is only in `GPipe.step` that a plan keeps the memory limits it was made for.
+
+    A caller's loss needs the outputs of all micro-batches, and all forwards before it.
+    """
+    limited = any(part.memory_limit is not None for part in plan.partitions)
+    return limited and (plan.loss_inside or plan.schedule != "gpipe")
+
+
+def warn_of_call(pipe: Any) -> None:
+    """Warn once where a pipeline whose plan `is_for_step` is called with gradients."""
+    if pipe._is_for_step and torch.is_grad_enabled():
+        pipe._is_for_step = False
+        warnings.warn(
+            "the plan keeps its memory limit with the loss inside the pipeline, and pipe(x) leaves "
+            "the loss to the caller: it may need more memory. Fix: pipe.step(x, target=y, "
+            "loss_fn=loss_fn); or a plan of solve(..., schedule='gpipe', loss_inside=False).",
+            stacklevel=6,  # behind `forward`, its wrapper and nn.Module
+        )
 
 
 def plan_warnings(
