@@ -7,24 +7,27 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from gpipebal.errors import BalanceError, InfeasibleError, ProfileError
-from gpipebal.plan.text import layer_range
 from gpipebal.planner.devices import DeviceCosts
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Question
-from gpipebal.planner.search.all_ways import all_ways
-from gpipebal.planner.search.best import MOST_WAYS
+from gpipebal.planner.shortage import (
+    about_waiting,
+    limit_as_given,
+    named_layers,
+    shortage_of,
+    to_explain,
+)
 from gpipebal.planner.times import order_for
-from gpipebal.problem import Device, Problem, Rules
+from gpipebal.problem import Device, Rules
 from gpipebal.problem.chunking import chunk_candidates
 from gpipebal.solvers import find
 from gpipebal.solvers.dispatch import check_method
 from gpipebal.solvers.infeasible import no_split_by_rules
 from gpipebal.solvers.sets.levels import in_order_if_large
-from gpipebal.solvers.sets.peak import least_shortage, worst_lack
-from gpipebal.solvers.sets.reachability import Path
+from gpipebal.solvers.sets.peak import worst_lack
 from gpipebal.units import format_bytes
 
-__all__ = ["explain", "has_plan", "named_layers", "with_more"]
+__all__ = ["explain", "has_plan", "with_more"]
 
 #: Most partitions that are advised, as a multiple of the number that was asked for.
 _MOST_TIMES = 4
@@ -32,6 +35,9 @@ _MOST_TIMES = 4
 
 #: What keeps tied parameters possible where their layers are not in one partition.
 _TIED = " (partitions that share a parameter may be on one device; or untie it)"
+
+#: Place of more memory among the changes that help.
+_MEMORY = 4
 
 #: What a loss inside the pipeline takes besides another plan.
 _STEP = " (and train with pipe.step)"
@@ -60,17 +66,17 @@ def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
             f"limits and rules forbid it (expected {question.n_partitions} runs that are allowed)."
             "\nFix: another number of partitions, or allow more runs."
         )
-    shortages = [(_shortage(posed), k) for k, posed in enumerate(all_posed)]
+    shortages = [(shortage_of(posed), k) for k, posed in enumerate(all_posed)]
     known = [(short[0], k, short[1]) for short, k in shortages if short is not None]
     if not known:
         return _without_shortage(all_posed[0], question)
     lack, k, path = min(known, key=lambda one: one[:2])
     posed = all_posed[k]
-    j, device, limit, peak, start, end = worst_lack(_to_explain(posed), path)
+    j, device, limit, peak, start, end = worst_lack(to_explain(posed), path)
     helps = _helps(question, lack)
-    waits = _about_waiting(posed, lack)
+    waits, given = about_waiting(posed, lack), limit_as_given(question, device, limit)
     return InfeasibleError(
-        f"partition {j} does not fit its device: memory_limit={_given(question, device, limit)} "
+        f"partition {j} does not fit its device: memory_limit={given} "
         f"(expected {format_bytes(lack)} more). The closest split gives it "
         f"{named_layers(posed.profile.names, start, end)}: it needs {format_bytes(peak)}, and "
         f"{format_bytes(limit)} may be used.{waits}\nFix: {'; or '.join(helps)}.",
@@ -84,21 +90,24 @@ def _helps(question: Question, lack: int) -> list[str]:
     ways = (_other_modes, _loss_by_micro_batch, _more_chunks, _more_partitions)
     # More memory first, and whatever the time: all that has to be known for that is known already.
     groups = [
-        (4, _more_memory(replace(question, until=None), lack)),
+        (_MEMORY, _more_memory(replace(question, until=None), lack)),
         *((k, way(question)) for k, way in enumerate(ways)),
     ]
-    found = _tried([*groups, (5, _looser(question))], question)
+    found = _tried([*groups, (5, _looser(question))], question, _several(question))
     return found or ["a smaller model, or fewer rows in a mini-batch"]
 
 
 def _tried(
-    groups: Iterable[tuple[int, Iterator[tuple[str, Question]]]], question: Question
+    groups: Iterable[tuple[int, Iterator[tuple[str, Question]]]],
+    question: Question,
+    several: Iterable[tuple[str, Question]] = (),
 ) -> list[str]:
     """List the changes that help, as far as there is time to try them.
 
     Args:
         groups: Changes in the order in which they are tried, with their place among all.
         question: The question, which knows when time is up.
+        several: What is tried where no change of these helps, other than more memory.
     """
     found = list[tuple[int, str]]()
     is_late = False
@@ -107,6 +116,8 @@ def _tried(
             for text, other in changes:
                 if has_plan(other):
                     found.append((place, text))
+        if all(place == _MEMORY for place, _ in found):
+            found += [(_MEMORY - 1, text) for text, _ in several]
     except _OutOfTimeError:
         is_late = True
     helps = [text for _, text in sorted(found, key=lambda one: one[0])]
@@ -117,55 +128,6 @@ def _tried(
 
 def _more_time(question: Question, what: str) -> str:
     return f"more time to see {what} (time_limit={question.time_limit:g} was given)"
-
-
-def named_layers(names: Sequence[str], start: int, end: int) -> str:
-    """Say which layers of the chain these are; names that are only numbers say nothing more.
-
-    Example:
-        >>> named_layers(["a", "b", "c"], 0, 2), named_layers(["0", "1", "2"], 2, 3)
-        ('layers 0 to 1 (a .. b)', 'layer 2')
-    """
-    numbers = f"layer {start}" if end - start == 1 else f"layers {start} to {end - 1}"
-    if list(names[start:end]) == [str(k) for k in range(start, end)]:
-        return numbers
-    return f"{numbers} ({layer_range(names[start:end])})"
-
-
-def _about_waiting(posed: Posed, lack: int) -> str:
-    """Say how much of a shortage is only due to what may wait for busy neighbours."""
-    without = least_shortage(in_order_if_large(posed.problem))
-    if without is None or without[0] >= lack:
-        return ""
-    text = " Without values that may have to wait for busy neighbours"
-    if without[0] > 0:
-        least = format_bytes(without[0])
-        return f"{text} it would lack {least}; how many wait depends on timing."
-    # What waits depends on timing; of many plans, not all that might fit by their own are tried,
-    # and other ones if there is time.
-    seconds = posed.question.time_limit
-    if all_ways(posed, MOST_WAYS) is None:
-        tried = "those tried" if seconds is None else f"those tried within time_limit={seconds:g}"
-        return f"{text} some splits fit, but none of {tried} does with what waits in its steps."
-    return f"{text} some splits fit, but none does with what waits in its own steps."
-
-
-def _to_explain(posed: Posed) -> Problem:
-    return in_order_if_large(posed.cautious if posed.problem.is_limited else posed.problem)
-
-
-def _shortage(posed: Posed) -> tuple[int, Path] | None:
-    """Return the least that is lacking, with its split; None if no memory would help."""
-    return least_shortage(_to_explain(posed)) if posed.problem.is_limited else None
-
-
-def _given(question: Question, device: int, limit: int) -> int:
-    """Return the limit as it was given, with the reserve; the limit of a `Device` has none."""
-    limits = question.limits
-    of_device = limits[device] if isinstance(limits, tuple) else limits
-    if of_device is None or of_device - question.reserve_of(of_device) != limit:
-        return limit
-    return of_device
 
 
 def _without_shortage(posed: Posed, question: Question) -> InfeasibleError:
@@ -188,7 +150,7 @@ def _without_rules(posed: Posed, question: Question) -> str:
     free = replace(question, rules=None)
     if has_plan(free):
         return text
-    short = _shortage(pose(free, posed.chunks))
+    short = shortage_of(pose(free, posed.chunks))
     more = () if short is None else _more_memory(free, short[0])
     for limit, other in more:
         if has_plan(other):
@@ -272,13 +234,7 @@ def _fewer_partitions(question: Question) -> Iterator[tuple[str, Question]]:
 
 def _more_chunks(question: Question) -> Iterator[tuple[str, Question]]:
     """Find the fewest micro-batches with which something fits."""
-    if not question.profile.other_sizes:
-        return
-    most = max(question.chunks or (question.profile.chunks,))
-    try:
-        candidates = [m for m in chunk_candidates(question.profile) if m > most]
-    except (BalanceError, ProfileError):
-        return
+    candidates = _larger_counts(question)
     for checkpoint in dict.fromkeys((question.checkpoint, "auto")):
         for chunks in candidates:
             changed = replace(question, chunks=(chunks,), checkpoint=checkpoint)
@@ -286,6 +242,17 @@ def _more_chunks(question: Question) -> Iterator[tuple[str, Question]]:
                 mode = "" if checkpoint == question.checkpoint else ", checkpoint='auto'"
                 yield f"chunks={chunks}{mode}", changed
                 return
+
+
+def _larger_counts(question: Question) -> list[int]:
+    """List more micro-batches than were asked for, in ascending order."""
+    if not question.profile.other_sizes:
+        return []
+    most = max(question.chunks or (question.profile.chunks,))
+    try:
+        return sorted(m for m in chunk_candidates(question.profile) if m > most)
+    except (BalanceError, ProfileError):
+        return []
 
 
 def _more_partitions(question: Question) -> Iterator[tuple[str, Question]]:
@@ -314,6 +281,48 @@ def _more_partitions(question: Question) -> Iterator[tuple[str, Question]]:
         mode = "" if checkpoint == question.checkpoint else ", checkpoint='auto'"
         yield f"partitions={high}{mode}", replace(changed, n_partitions=high)
         return
+
+
+def _several(question: Question) -> Iterator[tuple[str, Question]]:
+    """Find the first of several changes together that helps, from the mildest to the strongest."""
+    changes = list(_milder(question))
+    harder = [
+        (words, other, more)
+        for more in (_more_partitions, _more_chunks, _more_of_both)
+        for words, other in changes
+    ]
+    for words, other in changes:
+        if words and has_plan(other):
+            yield _together(question, words, other), other
+            return
+    for words, other, more in harder:
+        for text, changed in more(other):
+            yield _together(question, (*words, text), changed), changed
+            return
+
+
+def _milder(question: Question) -> Iterator[tuple[tuple[str, ...], Question]]:
+    """Yield what needs neither more devices nor other micro-batches, each with what is before."""
+    words: tuple[str, ...] = ()
+    if question.checkpoint != "auto":
+        words, question = ("checkpoint='auto'",), replace(question, checkpoint="auto")
+    if not question.loss_inside:
+        words, question = (*words, "loss_inside=True"), replace(question, loss_inside=True)
+    yield words, question
+    if question.schedule == "gpipe" and question.method == "auto":
+        yield (*words, "schedule='1f1b'"), replace(question, schedule="1f1b")
+
+
+def _together(question: Question, words: Sequence[str], changed: Question) -> str:
+    """Write several changes as one piece of advice."""
+    return ", ".join(words) + _STEP * (changed.loss_inside and not question.loss_inside)
+
+
+def _more_of_both(question: Question) -> Iterator[tuple[str, Question]]:
+    """Find the fewest partitions with which the most micro-batches fit."""
+    for chunks in _larger_counts(question)[-1:]:
+        for text, changed in _more_partitions(replace(question, chunks=(chunks,))):
+            yield f"chunks={chunks}, {text}", changed
 
 
 def _more_memory(question: Question, lack: int) -> Iterator[tuple[str, Question]]:

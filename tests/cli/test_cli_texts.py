@@ -173,6 +173,10 @@ def test_advice_about_sizes_can_be_followed(
     ("text", "words"),
     [
         ("Fix: without keep_together.", "Fix: without --keep-together."),
+        (
+            "Fix: loss_inside=True, schedule='1f1b', partitions=3 (and train with pipe.step).",
+            "Fix: --loss-inside, --schedule 1f1b, --partitions 3 (and train with pipe.step).",
+        ),
         ("without no_cut and pin and max_layers", "without --no-cut and --pin and --max-layers"),
         ("pin has 5 (expected 0)", "--pin has 5 (expected 0)"),
         ("splits: pin={0: 1, 3: 0} (expected", "splits: --pin 0=1 --pin 3=0 (expected"),

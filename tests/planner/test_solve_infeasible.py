@@ -77,6 +77,38 @@ def test_all_kinds_of_advice_are_given_and_work() -> None:
     assert any(re.fullmatch(r"memory_limit=\d+", advice) for advice in pieces)
 
 
+@pytest.mark.parametrize(
+    ("limit", "changes"),
+    [
+        (2550, "checkpoint='auto', loss_inside=True, schedule='1f1b'"),
+        (2250, "checkpoint='auto', loss_inside=True, partitions=3"),
+        (1450, "checkpoint='auto', loss_inside=True, schedule='1f1b', partitions=4"),
+    ],
+)
+def test_where_no_single_change_helps_several_do(limit: int, changes: str) -> None:
+    """The mildest that help together are one piece of advice, before more memory."""
+    profile = gb.Profile.from_costs(
+        [1.0] * 4,
+        output_bytes=[10, 10, 10, 100],
+        saved_bytes=[100] * 4,
+        parameter_bytes=[500] * 4,
+        chunks=8,
+    )
+    options = {"partitions": 2, "memory_limit": limit, "checkpoint": "never"}
+    train = " (and train with pipe.step)"
+    assert follow_all(profile, options) == [f"{changes}{train}", "memory_limit=5090"]
+    options["memory_limit"] = 1400
+    assert follow_all(profile, options) == ["memory_limit=5090"]
+
+
+def test_several_changes_may_be_more_micro_batches_too() -> None:
+    """Smaller micro-batches need less of every partition, with a loss for each of them."""
+    profile = sized([1.0] * 6, [1.0] * 6)
+    options: dict[str, Any] = {"partitions": 2, "memory_limit": 650, "checkpoint": "never"}
+    advice, _ = follow_all(profile, options)
+    assert "loss_inside=True" in advice and "chunks=" in advice
+
+
 @pytest.mark.parametrize("n_asked", range(8))
 def test_advice_is_looked_for_no_longer_than_the_time_limit(
     n_asked: int, monkeypatch: pytest.MonkeyPatch
@@ -262,7 +294,7 @@ def test_of_many_splits_those_with_most_room_are_tried(monkeypatch: pytest.Monke
     forward, saved, output = [9.0, 9.0, 9.0], [50, 0, 50], [50, 5, 0]
     profile = gb.Profile.from_costs(forward, saved_bytes=saved, output_bytes=output, chunks=4)
     monkeypatch.setattr("gpipebal.planner.search.best.MOST_WAYS", 0)
-    monkeypatch.setattr("gpipebal.planner.advice.MOST_WAYS", 0)
+    monkeypatch.setattr("gpipebal.planner.shortage.MOST_WAYS", 0)
     assert solve(profile, 2, schedule="1f1b", memory_limit=160).balance
     with pytest.raises(InfeasibleError, match="but none of those tried does with what waits"):
         solve(profile, 2, schedule="1f1b", memory_limit=159)

@@ -11,7 +11,6 @@ from gpipebal.memory.cell import Cell
 from gpipebal.memory.layer_runs import with_nothing_saved_before, with_runs
 from gpipebal.memory.loss import loss_of_micro_batch
 from gpipebal.plan import Plan
-from gpipebal.planner.advice import named_layers
 from gpipebal.planner.devices import DeviceCosts
 from gpipebal.planner.evaluate import evaluate
 from gpipebal.planner.posing import Posed
@@ -21,6 +20,7 @@ from gpipebal.planner.recompute.larger_limits import larger_limits
 from gpipebal.planner.recompute.network import partition_network
 from gpipebal.planner.recompute.posing import check_costs, posed_again
 from gpipebal.planner.recompute.ways import Choice, SearchTime, choices_of, in_order
+from gpipebal.planner.shortage import named_layers
 from gpipebal.problem import Device, Link, to_bounds
 from gpipebal.problem.checks import largest_denominator, scaled
 from gpipebal.profile import Profile

@@ -1,0 +1,68 @@
+"""What a question without an answer lacks: how much memory, in which split, and in which words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpipebal.plan.text import layer_range
+from gpipebal.planner.posing import Posed
+from gpipebal.planner.question import Question
+from gpipebal.planner.search.all_ways import all_ways
+from gpipebal.planner.search.best import MOST_WAYS
+from gpipebal.problem import Problem
+from gpipebal.solvers.sets.levels import in_order_if_large
+from gpipebal.solvers.sets.peak import least_shortage
+from gpipebal.solvers.sets.reachability import Path
+from gpipebal.units import format_bytes
+
+__all__ = ["about_waiting", "limit_as_given", "named_layers", "shortage_of", "to_explain"]
+
+
+def shortage_of(posed: Posed) -> tuple[int, Path] | None:
+    """Return the least that is lacking, with its split; None if no memory would help."""
+    return least_shortage(to_explain(posed)) if posed.problem.is_limited else None
+
+
+def to_explain(posed: Posed) -> Problem:
+    """Return the problem that a shortage is of: where there are limits, with the most waiting."""
+    return in_order_if_large(posed.cautious if posed.problem.is_limited else posed.problem)
+
+
+def about_waiting(posed: Posed, lack: int) -> str:
+    """Say how much of a shortage is only due to what may wait for busy neighbours."""
+    without = least_shortage(in_order_if_large(posed.problem))
+    if without is None or without[0] >= lack:
+        return ""
+    text = " Without values that may have to wait for busy neighbours"
+    if without[0] > 0:
+        least = format_bytes(without[0])
+        return f"{text} it would lack {least}; how many wait depends on timing."
+    # What waits depends on timing; of many plans, not all that might fit by their own are tried,
+    # and other ones if there is time.
+    seconds = posed.question.time_limit
+    if all_ways(posed, MOST_WAYS) is None:
+        tried = "those tried" if seconds is None else f"those tried within time_limit={seconds:g}"
+        return f"{text} some splits fit, but none of {tried} does with what waits in its steps."
+    return f"{text} some splits fit, but none does with what waits in its own steps."
+
+
+def limit_as_given(question: Question, device: int, limit: int) -> int:
+    """Return the limit as it was given, with the reserve; the limit of a `Device` has none."""
+    limits = question.limits
+    of_device = limits[device] if isinstance(limits, tuple) else limits
+    if of_device is None or of_device - question.reserve_of(of_device) != limit:
+        return limit
+    return of_device
+
+
+def named_layers(names: Sequence[str], start: int, end: int) -> str:
+    """Say which layers of the chain these are; names that are only numbers say nothing more.
+
+    Example:
+        >>> named_layers(["a", "b", "c"], 0, 2), named_layers(["0", "1", "2"], 2, 3)
+        ('layers 0 to 1 (a .. b)', 'layer 2')
+    """
+    numbers = f"layer {start}" if end - start == 1 else f"layers {start} to {end - 1}"
+    if list(names[start:end]) == [str(k) for k in range(start, end)]:
+        return numbers
+    return f"{numbers} ({layer_range(names[start:end])})"
