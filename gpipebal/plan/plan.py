@@ -195,7 +195,7 @@ class Plan:
 
     @property
     def imbalance(self) -> float:
-        """Largest time of a partition for one micro-batch over the mean one; 1.0 is perfect."""
+        """Largest time of a partition's work for one micro-batch over the mean; 1.0 is perfect."""
         times = [self.micro_batch_time(j) for j in range(self.n_partitions)]
         return max(times) * len(times) / sum(times) if sum(times) else 1.0
 
@@ -255,7 +255,7 @@ class Plan:
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle share of all devices' time inside the predicted makespan."""
+        """Idle share of all devices' time inside the predicted makespan; copies count as idle."""
         busy = sum(
             self.chunks * (part.forward_time + part.backward_time)
             + recomputed * part.recompute_time

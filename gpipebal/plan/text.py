@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from gpipebal.objectives import MINIMISED
@@ -51,7 +52,7 @@ def _table(plan: Plan) -> str:
     total = sum(times) or 1.0
     mixed = len(set(plan.modes)) > 1
     limited = any(part.memory_limit is not None for part in plan.partitions)
-    linked = any(part.receive_time or part.return_time for part in plan.partitions)
+    linked = any(_link_times(plan))
     moved = bool(plan.device_order) or plan.n_devices < plan.n_partitions
     header = ["partition", "layers", ""]
     header += ["device"] if moved else []
@@ -61,7 +62,7 @@ def _table(plan: Plan) -> str:
     header += ["transfers"] if linked else []
     header += [_memory_title(plan)]
     header += ["limit"] if limited else []
-    header += ["share"]
+    header += ["share of work" if linked else "share"]
     rows = [header]
     for j, part in enumerate(plan.partitions):
         row = [str(j), str(len(part.layers)), layer_range(part.layers)]
@@ -84,11 +85,13 @@ def _footer(plan: Plan) -> str:
     parts = [
         f"makespan {format_seconds(plan.makespan)}",
         f"bubble {format_percent(plan.bubble_fraction)}",
-        f"imbalance {plan.imbalance:.3f}",
+        f"imbalance {plan.imbalance:.3f}{' without transfers' * any(_link_times(plan))}",
     ]
     if plan.step_time is not None:
         parts.insert(1, f"training step {format_seconds(plan.step_time)}")
-    if plan.gain is not None:
+    if plan.gain == 0:
+        parts.append("as much as the split into equally many layers")
+    elif plan.gain is not None:
         where = "below" if plan.gain >= 0 else "above"
         breaks = ", which breaks a limit or a rule" if _breaks(plan) else ""
         parts.append(
@@ -191,14 +194,39 @@ def _proof(plan: Plan) -> str:
 
 
 def _slowest(plan: Plan) -> str:
-    times = [plan.micro_batch_time(j) for j in range(plan.n_partitions)]
-    j = times.index(max(times))
+    """Name what `Plan.bottleneck` is the time of: a partition, or a link."""
+    work = [plan.micro_batch_time(j) for j in range(plan.n_partitions)]
+    links = _link_times(plan)
+    copies = [0.0] * len(work)
+    if not plan.overlaps:
+        copies = [a + b for a, b in zip([0.0, *links], [*links, 0.0], strict=True)]
+    times = [a + b for a, b in zip(work, copies, strict=True)]
+    j, slow = times.index(max(times)), "partition"
+    what = f"Partition {j} is the slowest, with {format_seconds(times[j])} for a micro-batch"
+    if copies[j]:
+        parts = f"{format_seconds(work[j])} of work and {format_seconds(copies[j])} of copies"
+        what = f"{what} ({parts})"
+    what = f"{what}, {_above_mean(times):.2f} times the mean"
+    if plan.overlaps and max(links, default=0.0) > times[j]:
+        j, slow = links.index(max(links)), "link"
+        what = (
+            f"The link between partitions {j} and {j + 1} is the slowest, with "
+            f"{format_seconds(links[j])} to copy a micro-batch there and its gradient back"
+        )
+    idle = "idle or copying" if any(links) else "idle"
     return (
-        f"Partition {j} is the slowest, with {format_seconds(times[j])} for a micro-batch, "
-        f"{plan.imbalance:.2f} times the mean. Devices are idle for "
-        f"{format_percent(plan.bubble_fraction)} of the time, while the pipeline fills and drains "
-        "or waits for the slowest partition."
+        f"{what}. Devices are {idle} for {format_percent(plan.bubble_fraction)} of the time, while "
+        f"the pipeline fills and drains or waits for the slowest {slow}."
     )
+
+
+def _link_times(plan: Plan) -> list[float]:
+    """Return the seconds to copy a micro-batch and its gradient, for each cut."""
+    return [after.receive_time + before.return_time for before, after in pairwise(plan.partitions)]
+
+
+def _above_mean(times: Sequence[float]) -> float:
+    return max(times) * len(times) / sum(times) if sum(times) else 1.0
 
 
 def _loss(plan: Plan) -> Iterator[str]:

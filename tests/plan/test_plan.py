@@ -372,6 +372,13 @@ makespan 20.0 s; bubble 50.0 %; imbalance 1.400; \
 25.0 % above the split into equally many layers, which breaks a limit or a rule"""
 
 
+def test_a_plan_like_the_equal_split_says_so_in_both_texts() -> None:
+    """It used to be 0.0 % below in one of them."""
+    plan = _plan(equal_split_value=20.0)
+    assert str(plan).endswith("; as much as the split into equally many layers")
+    assert "would give as much: 20.0 s." in plan.explain()
+
+
 def test_plan_with_modes_prints_them() -> None:
     """A table with a mode per partition has a column for it; another schedule is named."""
     plan = _plan(
@@ -385,6 +392,27 @@ def test_plan_with_modes_prints_them() -> None:
     # Modes that are all the same need no column.
     same = _plan(checkpoint=["except_last"] * 2, step_time=21.0, equal_split_value=25.0)
     assert str(same) == TABLE
+
+
+@pytest.mark.parametrize(
+    ("overlaps", "slowest", "waits"),
+    [
+        (False, "Partition 2 is the slowest, with 24.0 s for a micro-batch", "partition"),
+        (True, "The link between partitions 1 and 2 is the slowest, with 20.0 s", "link"),
+    ],
+)
+def test_the_slowest_is_what_the_bottleneck_is_of(overlaps: bool, slowest: str, waits: str) -> None:
+    """By hand: partition 2 works for 4 s, and 100 bytes take 10 s on their way, and back."""
+    costs = [3.0, 1.0, 1.0, 1.0]
+    profile = gb.Profile.from_costs(costs, costs, output_bytes=[0, 100, 0, 0], chunks=4)
+    link = gb.problem.Link(10.0, overlaps=overlaps)
+    plan = gb.evaluate(profile, [1, 1, 2], link=link, checkpoint="never")
+    assert plan.bottleneck == (20.0 if overlaps else 24.0)
+    text = plan.explain()
+    assert slowest in text and ("(4.00 s of work and 20.0 s of copies)" in text) is not overlaps
+    assert "Devices are idle or copying for" in text and f"waits for the slowest {waits}." in text
+    # The table's shares are of the work alone, as its columns and `imbalance` say.
+    assert "share of work\n" in str(plan) and "imbalance 1.500 without transfers;" in str(plan)
 
 
 def test_a_plan_with_the_loss_inside_says_how_to_train() -> None:
