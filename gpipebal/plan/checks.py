@@ -24,7 +24,7 @@ __all__ = ["check_chunks", "check_consistent", "check_plan", "check_schedule_kno
 #: Quantities that may be unknown.
 _OPTIONAL = (
     *("optimizer", "step_time", "pause_time", "equal_split_value", "memory_limit", "weight_time"),
-    "mini_batch_rows",
+    *("mini_batch_rows", "optimizer_time"),
 )
 #: Quantities that are whole numbers, in addition to those of `PeakMemory`.
 _WHOLE = ("chunks", "rows", "mini_batch_rows", "memory_limit")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from gpipebal.argument_kinds import keep_as_tuples
+from gpipebal.records import fields_of, path_in, text_of, tuple_of
 
-__all__ = ["PartitionPlan", "PeakMemory"]
+__all__ = ["PartitionPlan", "PeakMemory", "read_part"]
 
 
 @dataclass(frozen=True)
@@ -74,3 +76,21 @@ class PartitionPlan:
 
     def __post_init__(self) -> None:
         keep_as_tuples(self, "layers", "fingerprints")
+
+
+def read_part(record: Any, where: str) -> PartitionPlan:
+    """Read one partition of a file of a plan.
+
+    Args:
+        record: What the file has.
+        where: Its place in the file, for errors.
+    """
+    content = fields_of(record, where, PartitionPlan, also=("memory",))
+    for name in ("layers", "fingerprints"):
+        column = path_in(where, name)
+        content[name] = tuple(
+            text_of(text, path_in(column, k))
+            for k, text in enumerate(tuple_of(content[name], column))
+        )
+    memory = fields_of(content["memory"], path_in(where, "memory"), PeakMemory)
+    return PartitionPlan(**{**content, "memory": PeakMemory(**memory)})

@@ -15,7 +15,7 @@ from gpipebal.errors import BalanceError, KindError
 from gpipebal.files import read_noun, write_record
 from gpipebal.html import plan_html
 from gpipebal.plan.checks import check_consistent, check_plan, check_schedule_known
-from gpipebal.plan.parts import PartitionPlan, PeakMemory
+from gpipebal.plan.parts import PartitionPlan, read_part
 from gpipebal.plan.text import explanation, plan_text
 from gpipebal.records import (
     damaged,
@@ -44,9 +44,9 @@ __all__ = ["Plan"]
 
 FORMAT = "gpipebal-plan"
 #: Earlier versions are still read: 1 and 2, without links, limits, orders of devices and notes; 3,
-#: without parts of backwards; 4, whose steps begin without gradients; 5, without runs; and 6,
-#: without the rows of mini-batches.
-VERSION = 7
+#: without parts of backwards; 4, whose steps begin without gradients; 5, without runs; 6, without
+#: the rows of mini-batches; and 7, without the time of the optimizer.
+VERSION = 8
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class Plan:
             without a graph have their own, shorter times in it, where they were measured.
         pause_time: Seconds of gather and loss, between the phases; None if not measured, or if
             the schedule has no phases.
+        optimizer_time: Seconds of the optimizer; None if not measured.
         loss_inside: Whether the last partition computes the loss of each micro-batch, as in
             `GPipe.step`, or the caller computes that of the mini-batch. Step time and memory depend
             on it.
@@ -141,6 +142,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     provenance: Mapping[str, Any] = field(default_factory=dict)
     mini_batch_rows: int | None = None
+    optimizer_time: float | None = None
 
     def __post_init__(self) -> None:
         # As a file has them. The only way to normalise fields of a frozen dataclass.
@@ -343,7 +345,7 @@ class Plan:
             content = fields_of(without_header(record, FORMAT, VERSION), "", cls)
             parts = tuple_of(content["partitions"], "partitions")
             content["partitions"] = tuple(
-                _part(part, path_in("partitions", j)) for j, part in enumerate(parts)
+                read_part(part, path_in("partitions", j)) for j, part in enumerate(parts)
             )
             for name in ("schedule", "objective", "method"):
                 text_of(content[name], name)
@@ -376,18 +378,6 @@ class Plan:
 
     def __str__(self) -> str:
         return plan_text(self)
-
-
-def _part(record: Any, where: str) -> PartitionPlan:
-    content = fields_of(record, where, PartitionPlan, also=("memory",))
-    for name in ("layers", "fingerprints"):
-        column = path_in(where, name)
-        content[name] = tuple(
-            text_of(text, path_in(column, k))
-            for k, text in enumerate(tuple_of(content[name], column))
-        )
-    memory = fields_of(content["memory"], path_in(where, "memory"), PeakMemory)
-    return PartitionPlan(**{**content, "memory": PeakMemory(**memory)})
 
 
 def _range(ends: Any, where: str) -> range:

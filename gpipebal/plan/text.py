@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 
 __all__ = ["explanation", "format_value", "plan_text"]
 
+#: A training step so many times as long as the makespan needs a word on what else takes time, ...
+_FAR_ABOVE = 1.3
+#: ... without what is a smaller fraction of it.
+_NEGLIGIBLE = 0.01
+
 
 def plan_text(plan: Plan) -> str:
     """Write a plan as a headline, a table of its partitions, and what follows from it."""
@@ -102,20 +107,34 @@ def _footer(plan: Plan) -> str:
         over = count(len(_too_large(plan)), "partition")
         verb = "needs" if len(_too_large(plan)) == 1 else "need"
         lines.append(f"! {over} of {plan.n_partitions} {verb} more memory than the limit allows.")
-    lines += [*_below_makespan(plan), *_runs(plan)]
+    lines += [*_step(plan), *_runs(plan)]
     lines += [f"Note: {one_line(note)}" for note in plan.notes]
     if not _knows_optimizer(plan):
         lines.append(_no_optimizer(plan))
     return "\n".join(lines)
 
 
-def _below_makespan(plan: Plan) -> Iterator[str]:
-    """Say why a step may take less than a part of it."""
-    if plan.step_time is not None and plan.step_time < plan.makespan:
+def _step(plan: Plan) -> Iterator[str]:
+    """Say why a step takes less than a part of it, or what takes much time besides that part."""
+    if plan.step_time is None:
+        return
+    step = format_seconds(plan.step_time)
+    if plan.step_time < plan.makespan:
         yield (
             "The makespan, by which splits are compared, adds up times of layers by themselves; "
-            f"the training step, {format_seconds(plan.step_time)}, is that of layers in a step, "
-            "where these take less."
+            f"the training step, {step}, is that of layers in a step, where these take less."
+        )
+    if plan.step_time >= _FAR_ABOVE * plan.makespan > 0:
+        beside = {"loss and joining the outputs": plan.pause_time, "optimizer": plan.optimizer_time}
+        rest = plan.step_time - plan.makespan - sum(time or 0.0 for time in beside.values())
+        others = "the way to the workers and back"
+        others = others if plan.optimizer_time is not None else f"optimizer, {others}"
+        others = f"loss, {others}" if plan.loss_inside else others
+        beside[others] = rest if rest > _NEGLIGIBLE * plan.step_time else None
+        parts = [f"{what} {format_seconds(time)}" for what, time in beside.items() if time]
+        yield (
+            f"The training step, {step}, has more than the makespan, which is of the layers alone: "
+            f"{'; '.join(parts)}."
         )
 
 
@@ -141,7 +160,7 @@ def layer_range(names: Sequence[str]) -> str:
 def explanation(plan: Plan) -> str:
     """Say in sentences what a plan is, why, how sure that is, and where it is tight."""
     sentences = [_what(plan), _proof(plan), _slowest(plan)]
-    sentences += [*_loss(plan), *_below_makespan(plan), *_gain(plan), *_memory(plan), *_modes(plan)]
+    sentences += [*_loss(plan), *_step(plan), *_gain(plan), *_memory(plan), *_modes(plan)]
     sentences += [*_runs(plan), *_order(plan)]
     sentences += _moves(plan)
     sentences += map(one_line, plan.notes)

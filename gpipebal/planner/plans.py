@@ -89,6 +89,7 @@ def plan_of_split(posed: Posed, found: Split) -> Plan:
         bottleneck=_bottleneck_of(posed, bounds, modes, order),
         step_time=step_time,
         pause_time=None if execution.loss_inside else pause_time(profile, execution.chunks),
+        optimizer_time=profile.step.optimizer_time,
         loss_inside=execution.loss_inside,
         equal_split_value=value_of(posed, equal_split(problem.n_layers, n), modes, order),
         shared_memory=execution.shared_memory,

@@ -372,6 +372,41 @@ makespan 20.0 s; bubble 50.0 %; imbalance 1.400; \
 25.0 % above the split into equally many layers, which breaks a limit or a rule"""
 
 
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        (
+            {"pause_time": 2.0, "optimizer_time": 5.0},
+            "loss and joining the outputs 2.00 s; optimizer 5.00 s; "
+            "the way to the workers and back 3.00 s.",
+        ),
+        (
+            {"loss_inside": True, "optimizer_time": 5.0},
+            "optimizer 5.00 s; loss, the way to the workers and back 5.00 s.",
+        ),
+        # As a file of an earlier version has it.
+        ({"pause_time": 10.0}, "loss and joining the outputs 10.0 s."),
+        ({}, "optimizer, the way to the workers and back 10.0 s."),
+    ],
+)
+def test_a_step_far_above_the_makespan_names_its_parts(changes: Any, parts: str) -> None:
+    """With their times; a step that is a little longer explains itself."""
+    plan = _plan(step_time=30.0, **changes)
+    line = "The training step, 30.0 s, has more than the makespan, which is of the layers alone: "
+    assert f"{line}{parts}" in str(plan).splitlines()
+    assert f"{line}{parts}" in plan.explain().splitlines()
+    assert "has more than the makespan" not in str(_plan(step_time=25.0, **changes))
+
+
+def test_the_optimizer_of_a_plan_is_the_profiles() -> None:
+    """A step that it makes long is explained by it, also after a plan was saved."""
+    profile = gb.Profile.from_costs([1.0, 1.0]).with_step(
+        gb.profile.StepTerms(gather_time=0.0, optimizer_time=9.0)
+    )
+    plan = gb.solve(profile, 2)
+    assert gb.Plan.from_dict(plan.to_dict()).optimizer_time == 9.0
+
+
 def test_a_plan_like_the_equal_split_says_so_in_both_texts() -> None:
     """It used to be 0.0 % below in one of them."""
     plan = _plan(equal_split_value=20.0)
