@@ -65,7 +65,7 @@ CALLS: dict[str, tuple[Any, type[GpipebalError], str]] = {
         BalanceError,
         "at most 1048576",
     ),
-    "many devices": (lambda: gb.solve_grid(PROFILE, 10**30), BalanceError, "n_devices=12 or fewer"),
+    "many devices": (lambda: gb.solve_grid(PROFILE, 10**30), BalanceError, "Fix: n_devices=12"),
     "partitions of a grid": (
         lambda: gb.solve_grid(PROFILE, 4, partitions=2),
         BalanceError,

@@ -265,7 +265,7 @@ def test_advice_works_when_it_is_taken(sizes: list[int], data: st.DataObject) ->
         "memory_limit": st.integers(20, 200),
     }
     options = {name: data.draw(value) for name, value in given.items() if data.draw(st.booleans())}
-    n_devices = data.draw(st.integers(1, n_layers * rows))
+    n_devices = data.draw(st.integers(1, n_layers * rows + 5))  # a few too many, too
     options["checkpoint"] = "never"
     try:
         solve_grid(profile, n_devices, **options)
@@ -292,6 +292,23 @@ def test_advised_devices_keep_the_rules(rules: dict[str, Any], fix: str) -> None
     options = {"checkpoint": "never", **rules}
     for advice in fix.split("; or "):
         assert taken(advice, profile, 13, options).plan is not None
+
+
+@pytest.mark.parametrize(
+    ("rules", "fix"),
+    [
+        ({}, "n_devices=12; or a mini-batch of 13 rows."),
+        ({"keep_together": [(0, 1)]}, "n_devices=8; or a mini-batch of 13 rows."),
+    ],
+)
+def test_too_many_devices_are_advised_like_others(rules: dict[str, Any], fix: str) -> None:
+    """Not every smaller number can be used: 11 devices are refused as well."""
+    profile = profile_of([1] * 3, [0] * 3, rows=1, chunks=4)
+    with pytest.raises(BalanceError, match="more than the mini-batch can use") as error:
+        solve_grid(profile, 13, checkpoint="never", **rules)
+    assert str(error.value).rpartition("Fix: ")[2] == fix
+    for advice in fix.split("; or "):
+        assert taken(advice, profile, 13, {"checkpoint": "never", **rules}).plan is not None
 
 
 def test_the_table_is_printed_and_a_frame() -> None:

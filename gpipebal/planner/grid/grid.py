@@ -18,7 +18,7 @@ from gpipebal.argument_kinds import check_kind, no_such_row
 from gpipebal.errors import BalanceError, GpipebalError
 from gpipebal.plan import Plan
 from gpipebal.planner.grid.options import check_applies, checked_options
-from gpipebal.planner.grid.refusals import no_plan, of_grid
+from gpipebal.planner.grid.refusals import no_plan, of_grid, other_counts
 from gpipebal.planner.grid.replicated import Additions, Replicated, best_replicated
 from gpipebal.planner.grid.ways import divisors, share_of, sizes_to_try
 from gpipebal.planner.quantiles import at_quantile
@@ -235,7 +235,7 @@ def solve_grid(
             f"devices are more than the mini-batch can use: n_devices={n_devices} (expected at "
             f"most {most}: {count(profile.n_layers, 'layer')} for each of "
             f"{count(profile.mini_batch_rows, 'row')}).\n"
-            f"Fix: n_devices={most} or fewer."
+            f"Fix: {other_counts(profile, n_devices, options)}"
         )
     errors: list[tuple[int, GpipebalError]] = []
     rows = [

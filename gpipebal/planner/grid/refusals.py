@@ -9,14 +9,14 @@ from typing import Any
 
 from gpipebal.errors import BalanceError, GpipebalError, InfeasibleError
 from gpipebal.planner.advice import has_plan
-from gpipebal.planner.grid.ways import divisors, share_of, sizes_to_try
+from gpipebal.planner.grid.ways import share_of, sizes_to_try
 from gpipebal.planner.question import Options, ask
 from gpipebal.planner.solve import solve
 from gpipebal.problem import Rules
 from gpipebal.profile import Profile
 from gpipebal.units import count
 
-__all__ = ["no_plan", "of_grid"]
+__all__ = ["no_plan", "of_grid", "other_counts"]
 
 #: Most pairs of replicas and partitions that are tried for advice.
 _MOST_TRIED = 100
@@ -44,7 +44,7 @@ def no_plan(
         f"replicas x partitions)\n{reasons}\nFix: "
     )
     if not errors:
-        return BalanceError(text + _other_counts(profile, n_devices, options))
+        return BalanceError(text + other_counts(profile, n_devices, options))
     lacking = [one for one in errors if isinstance(one[1], InfeasibleError)]
     if lacking:
         replicas, least = min(lacking, key=lambda one: one[1].shortage or 0)
@@ -71,7 +71,7 @@ def _advice(error: GpipebalError, replicas: int) -> str:
     return of_grid(str(error).rpartition("Fix: ")[2], replicas)
 
 
-def _other_counts(profile: Profile, n_devices: int, options: Options) -> str:
+def other_counts(profile: Profile, n_devices: int, options: Options) -> str:
     """Say with which number of devices, or rows, replicas and partitions can share them."""
     ways = _nearest_ways(profile, n_devices, options)
     works = (way for way in ways[:_MOST_TRIED] if _fits(profile, *way, options))
@@ -115,11 +115,15 @@ def _partitions_by_rules(n_layers: int, options: Options) -> range:
 
 def _more_rows(profile: Profile, n_devices: int, options: Options) -> Iterator[str]:
     """Yield the smallest mini-batch with which the devices can be used, one row a replica."""
-    for replicas in divisors(n_devices):
-        larger = replace(profile, mini_batch_rows=max(replicas, profile.mini_batch_rows))
-        partitions = n_devices // replicas
-        enough = partitions in _partitions_by_rules(profile.n_layers, options)
-        if enough and _fits(larger, replicas, partitions, options):
+    for partitions in reversed(_partitions_by_rules(profile.n_layers, options)):
+        replicas, rest = divmod(n_devices, partitions)
+        if rest or not replicas:
+            continue
+        try:
+            larger = replace(profile, mini_batch_rows=max(replicas, profile.mini_batch_rows))
+        except GpipebalError:
+            return  # no mini-batch has so many rows
+        if _fits(larger, replicas, partitions, options):
             yield f"a mini-batch of {count(replicas, 'row')}"
             return
 
