@@ -102,10 +102,19 @@ def test_wavefront_equals_the_other_engines(
     durations = Durations(
         durations.forward, durations.recompute, durations.backward, no_grad_forward=again
     )
-    assert wavefront.can_sweep(order, durations, pause)
-    by_wave = place(order, durations, pause=pause)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(wavefront, "FEWEST_FOR_WAVES", 1)
+        assert wavefront.can_sweep(order, durations, pause)
+        by_wave = place(order, durations, pause=pause)
     by_actions = place(order.schedule(), durations, pause=pause)
     assert by_wave.events == by_actions.events
+
+
+@pytest.mark.parametrize(("n_partitions", "is_wave"), [(2, False), (15, False), (16, True)])
+def test_a_wave_is_taken_where_it_is_long(n_partitions: int, is_wave: bool) -> None:
+    """A step of numpy for one or two actions takes longer than these one by one."""
+    order = order_of("gpipe", n_partitions, 3)
+    assert wavefront.can_sweep(order, uniform(n_partitions), None) is is_wave
 
 
 NUMBERS = """\
