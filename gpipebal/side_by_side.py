@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +62,11 @@ _BY_PLANS = (
 _BY_PROFILE = (
     "A plan stands for the training step that the profile predicts, without its optimizer."
 )
+_BY_SIMULATED = (
+    "A plan stands for the timeline of its layers' own times, as the simulated timelines are, with "
+    "the loss between the phases if these have it."
+)
+_ALSO_SIMULATED = "Simulated timelines are of the layers' own times, not of a training step."
 _IMBALANCE = (
     "Imbalance is of a device's work in the whole mini-batch; that of a plan by itself, of one "
     "micro-batch."
@@ -134,7 +139,7 @@ class SideBySide:
             )
         text = aligned(lines, left=(0, 1, 9))
         if any(row.kind == "plan" for row in self.rows):
-            text += ["", _BY_PROFILE if self.by_profile else _BY_PLANS, _IMBALANCE]
+            text += ["", *self._about_plans(), _IMBALANCE]
         if self.cells:
             rows = [["partition", "cell", "predicted", "measured", "measured is"]]
             rows += [
@@ -152,6 +157,13 @@ class SideBySide:
             text += ["", f"Cells are not compared: {self.why_no_cells}."]
         return "\n".join(text)
 
+    def _about_plans(self) -> list[str]:
+        """Say what a plan's row is of, and where that is not what others are of."""
+        given = [self.timelines[row.name] for row in self.rows if row.kind != "plan"]
+        if self.by_profile:
+            return [_BY_PROFILE, *[_ALSO_SIMULATED] * any(map(_is_of_layers, given))]
+        return [_BY_SIMULATED if _are_of_layers(given) else _BY_PLANS]
+
 
 def set_side_by_side(
     nouns: Mapping[str, Plan | Timeline], profile: Profile | None = None
@@ -159,9 +171,9 @@ def set_side_by_side(
     """Set plans and timelines of one model side by side.
 
     A plan stands for the timeline that it predicts. With a profile that is the timeline of the
-    training step; see `gpipebal.planner.training_step`. Without one it is the timeline of the
-    layers' own times. It has the pause for the loss between the phases if one of the timelines to
-    compare with, measured or simulated, has it too.
+    training step; see `gpipebal.planner.training_step`. Without one, and beside simulated timelines
+    alone, it is the timeline of the layers' own times, as `simulate` has it. It has the pause for
+    the loss between the phases if one of the timelines to compare with has it too.
 
     Args:
         nouns: Plans and timelines, by the name that each has in the table.
@@ -203,7 +215,10 @@ def set_side_by_side(
             f"plans and timelines are of different models: layers {sizes} (expected as many in "
             "all).\nFix: compare those of one model."
         )
-    has_pause = any(isinstance(noun, Timeline) and _has_pause(noun) for noun in nouns.values())
+    given = [noun for noun in nouns.values() if isinstance(noun, Timeline)]
+    has_pause = any(map(_has_pause, given))
+    if _are_of_layers(given):
+        profile = None  # a plan's training step has other times than they have
     timelines = {
         name: noun if isinstance(noun, Timeline) else _predicted(name, noun, profile, has_pause)
         for name, noun in nouns.items()
@@ -226,6 +241,16 @@ def _predicted(name: str, plan: Plan, profile: Profile | None, has_pause: bool) 
     except BalanceError as error:
         what = str(error).splitlines()[0]
         raise BalanceError(f"{name}: {what}\nFix: leave the profile out, or that plan.") from error
+
+
+def _are_of_layers(timelines: Sequence[Timeline]) -> bool:
+    """Whether all that is to be compared with plans was simulated from layers' own times."""
+    return bool(timelines) and all(map(_is_of_layers, timelines))
+
+
+def _is_of_layers(timeline: Timeline) -> bool:
+    """Whether it was simulated from a plan: a training step's timeline does not name the costs."""
+    return timeline.source == "simulated" and "costs" in timeline.provenance
 
 
 def _has_pause(timeline: Timeline) -> bool:

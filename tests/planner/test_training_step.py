@@ -123,6 +123,23 @@ def test_a_profile_beside_plans_and_timelines(
         assert text in capsys.readouterr().err
 
 
+def test_a_profile_changes_no_plan_beside_its_own_simulation() -> None:
+    """Both are of the layers' own times; beside a measurement the plan is of a training step."""
+    profile = profiled()
+    plan = gb.solve(profile, 2, checkpoint="never")
+    own, step = gb.simulate(plan), training_step(profile, plan)
+    assert own.makespan != step.makespan
+    found = set_side_by_side({"plan": plan, "own": own}, profile)
+    assert [row.makespan for row in found.rows] == [own.makespan] * 2
+    assert "as the simulated timelines are" in str(found) and "name it too" not in str(found)
+    nouns = {"plan": plan, "own": own, "run": replace(step, source="measured")}
+    found = set_side_by_side(nouns, profile)
+    assert [row.makespan for row in found.rows] == [step.makespan, own.makespan, step.makespan]
+    assert "Simulated timelines are of the layers' own times" in str(found)
+    found = set_side_by_side({"plan": plan, "step": step}, profile)
+    assert [row.makespan for row in found.rows] == [step.makespan] * 2
+
+
 def test_a_step_below_its_makespan_says_why() -> None:
     """Only there: elsewhere the sentence would explain nothing."""
     why = "adds up times of layers by themselves"
