@@ -32,11 +32,13 @@ def held_of(
 ) -> list[HeldBytes]:
     """Return what each partition of a plan holds, by the same rules as the plan's own peak memory.
 
-    In the same timeline, peaks over time equal those of `partition_memory` to the byte, with three
+    In the same timeline, peaks over time equal those of `partition_memory` to the byte, with four
     exceptions: the optimizer's step comes after the timeline; a layer that needs less while it
-    works than it leaves behind counts with what it leaves; and a partition that no gradient reaches
+    works than it leaves behind counts with what it leaves; a partition that no gradient reaches
     has gradients of its parameters after its first backward already, not only from the optimizer's
-    step on. How much waits for busy neighbours depends on timing, and a plan counts a margin for
+    step on; and where a neighbour takes a value at the very instant at which the next action
+    starts, as with layers that take no time, the value still counts while that action runs.
+    How much waits for busy neighbours depends on timing, and a plan counts a margin for
     slow ones: over time it may be less. A plan's memory has the recomputes after the caller's loss,
     as in ``simulate(plan, pause=0.0)``: without a pause the last partitions may begin while outputs
     of forwards still wait, and it may be more.
