@@ -9,12 +9,14 @@ also where other tensors are copied without values.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from gpipebal.contents import attributes_in, contents_of, pairs_of
 
 __all__ = ["deep_copy"]
 
@@ -131,8 +133,8 @@ class _Trial(dict[int, Any]):
 
 
 def _parts_of(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return [part for pair in value.items() for part in pair]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return list(value)
-    return list(getattr(value, "__dict__", {}).values())
+    pairs = pairs_of(value)
+    if pairs is not None:
+        return [part for pair in pairs for part in pair]
+    contents = contents_of(value)
+    return list(attributes_in(value).values()) if contents is None else contents

@@ -11,6 +11,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from gpipebal.argument_kinds import check_kind
+from gpipebal.contents import attributes_in, contents_of
 from gpipebal.errors import KindError
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.layers.attributes import attributes_of
@@ -153,9 +154,9 @@ def optimizer_states(optimizer: Any) -> list[Mapping[Any, Mapping[str, Any]]]:
                 "list of several).\n"
                 "Fix: optimizer=torch.optim.SGD(pipe.parameters()), say."
             )
-        for value in getattr(one, "__dict__", {}).values():
-            parts = value.values() if isinstance(value, dict) else value
-            for part in parts if isinstance(value, (dict, list, tuple)) else (value,):
+        for value in attributes_in(one).values():
+            parts = contents_of(value)
+            for part in (value,) if parts is None else parts:
                 is_new = all(part is not known for known in optimizers)
                 if isinstance(part, torch.optim.Optimizer) and is_new:
                     optimizers.append(part)

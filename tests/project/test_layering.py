@@ -19,6 +19,7 @@ HEAVY = ("torch", "pandas", "scipy", "matplotlib")
 #: Rank of every module or package directly below gpipebal: arrows point to lower ranks only.
 RANKS = {
     "argument_kinds": 0,
+    "contents": 0,
     "errors": 0,
     "units": 0,
     "files": 0,

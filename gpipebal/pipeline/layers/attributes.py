@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import types
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+
+from gpipebal.contents import attributes_in, contents_of, size_of
 
 __all__ = ["MOST_INSIDE", "attributes_of", "inside_of", "tensors_in", "unregistered_in"]
 
@@ -15,7 +16,6 @@ __all__ = ["MOST_INSIDE", "attributes_of", "inside_of", "tensors_in", "unregiste
 #: how many containers and objects are looked into in all.
 _DEPTH, MOST_INSIDE, _MOST = 5, 1000, 10_000
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
-_ROWS = (list, tuple, set, frozenset, deque)
 _OF_OTHERS = (nn.Module, type, *_FUNCTIONS, types.ModuleType)
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 #: Attributes that every module has: what is registered, hooks and switches.
@@ -28,18 +28,13 @@ def inside_of(value: Any) -> Sequence[Any]:
     Modules (of torch and of Python), classes and functions count as empty: what they have is not
     the layer's own.
     """
-    kind = type(value)  # what an object says of its class may be anything, or raise
-    if issubclass(kind, dict):
-        return list(dict.values(value)) if len(value) <= MOST_INSIDE else ()
-    if issubclass(kind, _ROWS):
-        return list(value) if len(value) <= MOST_INSIDE else ()
-    if issubclass(kind, _OF_OTHERS):
+    size = size_of(value)
+    if size is not None:
+        return (contents_of(value) or ()) if size <= MOST_INSIDE else ()
+    if issubclass(type(value), _OF_OTHERS):
         return ()
-    try:
-        names = object.__getattribute__(value, "__dict__")
-        return list(names.values()) if len(names) <= MOST_INSIDE else ()
-    except Exception:
-        return ()
+    attributes = attributes_in(value)
+    return list(dict.values(attributes)) if dict.__len__(attributes) <= MOST_INSIDE else ()
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import types
 import warnings
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from gpipebal.contents import attributes_in, contents_of
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.layers.batchnorm import DeferredBatchNorm, blank_deferred
 from gpipebal.pipeline.layers.modules import own_state, shallow_copy
@@ -170,10 +170,10 @@ def _leads_to(value: Any, modules: set[int], seen: set[int]) -> bool:
         if id(value) in modules:
             return True
         inside = value._modules.values()
-    elif isinstance(value, Mapping):
-        inside = value.values()
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        inside = value
+    elif (contents := contents_of(value)) is not None:
+        inside = contents
+    elif issubclass(type(value), Mapping):
+        inside = attributes_in(value).values()
     elif isinstance(value, functools.partial):
         inside = (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.MethodType):

@@ -7,7 +7,6 @@ A cell that takes skip connections besides its input gets one packet joined from
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from itertools import combinations, islice
@@ -18,6 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from gpipebal.contents import attributes_in, contents_of, pairs_of
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.values.tensors import copy_of, has_storage, parts_of, storage_key
 
@@ -249,16 +249,17 @@ def find_hidden_tensor(leaves: Sequence[Any]) -> tuple[type, str] | None:
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Return what an object that is not a pytree is made of, each with the way to it."""
-    if isinstance(value, Mapping):
-        for key in value:
-            yield f"element [{key!r}]", value[key]
-    elif isinstance(value, (list, tuple, deque)):
-        for index, element in enumerate(value):
-            yield f"element [{index}]", element
-    elif isinstance(value, (set, frozenset)):
-        for element in value:
+    pairs = pairs_of(value)
+    if pairs is not None:
+        for key, element in pairs:
+            yield f"element [{key!r}]", element
+    elif issubclass(type(value), (set, frozenset)):
+        for element in contents_of(value) or ():
             yield "an element", element
-    for name, attribute in getattr(value, "__dict__", {}).items():
+    else:
+        for index, element in enumerate(contents_of(value) or ()):
+            yield f"element [{index}]", element
+    for name, attribute in list(dict.items(attributes_in(value))):
         yield f"attribute {name!r}", attribute
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())

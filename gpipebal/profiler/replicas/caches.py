@@ -26,6 +26,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gpipebal.contents import (
+    attributes_in,
+    contents_of,
+    delete_entry,
+    put_row_back,
+    set_entry,
+    size_of,
+)
 from gpipebal.pipeline.layers.attributes import MOST_INSIDE, inside_of, tensors_in
 
 __all__ = ["caches_kept", "codes_of", "global_names", "is_others"]
@@ -73,9 +81,9 @@ class _Places:
             self._look(type(module), _DEPTH)
             for each in vars(module).values():
                 # Copies have containers of their own, with the same functions in them, as hooks.
-                inside = each.values() if isinstance(each, dict) else [each]
-                for one in each if isinstance(each, list) else inside:
-                    if not isinstance(one, (nn.Module, dict, list)):
+                is_container = issubclass(type(each), (dict, list))
+                for one in (contents_of(each) or ()) if is_container else (each,):
+                    if not issubclass(type(one), (nn.Module, dict, list)):
                         self._look(one, _DEPTH)
 
     def _look(self, value: Any, depth: int) -> None:
@@ -107,7 +115,7 @@ class _Places:
         elif issubclass(kind, functools.cached_property):
             self._look(value.func, depth)
         elif issubclass(kind, weakref.ref):
-            self._look(value(), depth)
+            self._look(weakref.ref.__call__(value), depth)
         elif issubclass(kind, contextvars.ContextVar):
             self._look(value.get(None), depth)
         elif issubclass(kind, functools.partial):
@@ -117,9 +125,10 @@ class _Places:
         elif issubclass(kind, dict):
             self._look_into_names(value, depth)
         elif issubclass(kind, (list, deque)):
-            if len(value) <= MOST_INSIDE:
-                self.undo.append(functools.partial(_put_back_row, value, list(value)))
-                self._look_at_all(list(value), depth)
+            if (size_of(value) or 0) <= MOST_INSIDE:
+                before = contents_of(value) or []
+                self.undo.append(functools.partial(_put_back_row, value, before))
+                self._look_at_all(before, depth)
         elif issubclass(kind, (tuple, set, frozenset)):
             self._look_at_all(inside_of(value), depth)
         elif issubclass(kind, nn.Module):
@@ -127,15 +136,15 @@ class _Places:
         elif not issubclass(kind, types.ModuleType) and not is_others(kind):
             self._look_at_all(_in_slots(value), depth)
             self._look(kind, depth)
-            self._look_into_names(value.__dict__, depth)
+            self._look_into_names(attributes_in(value), depth)
 
     def _look_at_all(self, values: Iterable[Any], depth: int) -> None:
         for each in values:
             self._look(each, depth)
 
     def _look_into_names(self, names: dict[Any, Any], depth: int) -> None:
-        if len(names) <= MOST_INSIDE:
-            before = dict(names)
+        if dict.__len__(names) <= MOST_INSIDE:
+            before = dict(dict.items(names))
             self.undo.append(functools.partial(_put_back_names, names, before))
             self._look_at_all(before.values(), depth)
 
@@ -258,7 +267,7 @@ def _changes(
 ) -> Iterator[tuple[Any, Any]]:
     """Yield which names have other tensors than before, and what they had."""
     for name in names:
-        old, new = before.get(name, _GONE), now.get(name, _GONE)
+        old, new = before.get(name, _GONE), dict.get(now, name, _GONE)
         if old is not new and (_holds_tensors(old) or _holds_tensors(new)):
             yield name, old
 
@@ -266,12 +275,12 @@ def _changes(
 def _put_back_names(
     space: dict[Any, Any], before: dict[Any, Any], names: Iterable[Any] | None = None
 ) -> None:
-    every = dict.fromkeys((*before, *space)) if names is None else dict.fromkeys(names)
+    every = dict.fromkeys((*before, *dict.keys(space))) if names is None else dict.fromkeys(names)
     for name, old in list(_changes(before, space, every)):
         if old is _GONE:
-            del space[name]
+            delete_entry(space, name)
         else:
-            space[name] = old
+            set_entry(space, name, old)
 
 
 def _put_back_class(kind: type, before: dict[str, Any]) -> None:
@@ -283,11 +292,11 @@ def _put_back_class(kind: type, before: dict[str, Any]) -> None:
             setattr(kind, name, old)
 
 
-def _put_back_row(now: Any, before: list[Any]) -> None:
+def _put_back_row(row: Any, before: list[Any]) -> None:
+    now = contents_of(row) or []
     changed = len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
     if changed and (_holds_tensors(now) or _holds_tensors(before)):
-        now.clear()
-        now.extend(before)
+        put_row_back(row, before)
 
 
 def _put_back_cell(cell: Any, held: Any) -> None:

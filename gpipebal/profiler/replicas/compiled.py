@@ -24,10 +24,10 @@ def is_compiled(value: Any) -> bool:
         >>> is_compiled(nn.Linear(1, 1)), is_compiled(len)
         (False, False)
     """
-    if isinstance(value, nn.Module):
+    if issubclass(type(value), nn.Module):
         return "_orig_mod" in value._modules or value._compiled_call_impl is not None
     return (
-        isinstance(value, FunctionType)
+        issubclass(type(value), FunctionType)
         and hasattr(value, "_torchdynamo_orig_callable")
         # One that is kept from being compiled has the same attribute.
         and not hasattr(value, "_torchdynamo_disable")

@@ -16,6 +16,7 @@ import inspect
 import os
 import threading
 import types
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipebal.contents import attributes_in, contents_of, size_of
 from gpipebal.pipeline.layers.attributes import attributes_of
 from gpipebal.pipeline.values.tensors import has_storage
 from gpipebal.profiler.replicas.caches import caches_kept, codes_of, global_names, is_others
@@ -71,10 +73,11 @@ class _Reached:
             self._look(each, not isinstance(each, nn.Module), _DEPTH)
 
     def _look(self, value: Any, is_shared: bool, depth: int) -> None:
-        if not depth or (id(value), is_shared) in self._seen or isinstance(value, _NOTHING_IN):
+        kind = type(value)  # what an object says of its class may be anything, or raise
+        if not depth or (id(value), is_shared) in self._seen or issubclass(kind, _NOTHING_IN):
             return
         self._seen.add((id(value), is_shared))
-        if isinstance(value, Tensor):
+        if issubclass(kind, Tensor):
             self.tensors[id(value)] = value
             if isinstance(value, nn.Parameter):
                 self.weights[id(value)] = value
@@ -82,14 +85,14 @@ class _Reached:
                 self.leaves[id(value)] = value
             return
         self.is_compiled = self.is_compiled or is_compiled(value)
-        if isinstance(value, nn.Module) and is_shared:
+        if issubclass(kind, nn.Module) and is_shared:
             self.shared[id(value)] = value
-        if isinstance(value, types.FunctionType):
+        if issubclass(kind, types.FunctionType):
             for each in _used_by(value):
                 self._look(each, True, depth - 1)
             return
-        if isinstance(value, nn.Module):
-            for each in _methods_of(type(value)):
+        if issubclass(kind, nn.Module):
+            for each in _methods_of(kind):
                 # What its class has, its copies have too.
                 self._look(each, is_shared or isinstance(each, nn.Module), depth)
             # Trees of modules may be deep: submodules do not count as a further depth.
@@ -117,20 +120,22 @@ _NOTHING_IN = (
 
 
 def _inside(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return list(value)
-    if isinstance(value, functools.partial):
+    kind = type(value)
+    contents = contents_of(value)
+    if contents is not None:
+        return contents
+    if issubclass(kind, functools.partial):
         return (value.func, *value.args, *value.keywords.values())
-    if isinstance(value, types.MethodType):
+    if issubclass(kind, types.MethodType):
         return (value.__self__, value.__func__)
-    if isinstance(value, nn.Module):
+    if issubclass(kind, weakref.ref):
+        return (weakref.ref.__call__(value),)
+    if issubclass(kind, nn.Module):
         kept = ("_parameters", "_buffers", "_modules")
         return [each for name, each in vars(value).items() if name not in kept]
-    call = inspect.getattr_static(type(value), "__call__", None)
+    call = inspect.getattr_static(kind, "__call__", None)
     used = [call] if isinstance(call, types.FunctionType) else []
-    return [*getattr(value, "__dict__", {}).values(), *used]
+    return [*attributes_in(value).values(), *used]
 
 
 def _methods_of(kind: type) -> Iterator[Any]:
@@ -173,7 +178,7 @@ def _used_by(function: types.FunctionType) -> Iterator[Any]:
             continue  # not filled yet
     for name in global_names(function):
         value = function.__globals__.get(name)
-        if isinstance(value, types.ModuleType) and not is_others(value):
+        if issubclass(type(value), types.ModuleType) and not is_others(value):
             spoken = {one for code in codes_of(function) for one in code.co_names}
             named = [vars(value)[one] for one in spoken & vars(value).keys()]
             yield from filter(_can_hold_weights, named)
@@ -183,12 +188,13 @@ def _used_by(function: types.FunctionType) -> Iterator[Any]:
 
 def _can_hold_weights(value: Any) -> bool:
     """Tell whether what has a global name may lead to weights, and is not too much to look at."""
-    if isinstance(value, types.FunctionType):
+    kind = type(value)
+    if issubclass(kind, types.FunctionType):
         return not is_others(value)
-    if isinstance(value, (dict, list, tuple)):
-        return len(value) <= _FEW
+    if issubclass(kind, (dict, list, tuple)):
+        return (size_of(value) or 0) <= _FEW
     kinds = (nn.Module, Tensor, types.MethodType, functools.partial, types.SimpleNamespace)
-    return isinstance(value, kinds)
+    return issubclass(kind, kinds)
 
 
 def reached_past(layer: nn.Module) -> bool:

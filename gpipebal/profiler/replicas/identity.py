@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from gpipebal.contents import contents_of, pairs_of
 from gpipebal.pipeline.layers.attributes import tensors_in
 from gpipebal.pipeline.values.tensors import bytes_of, has_storage, plain_parts
 from gpipebal.profiler.replicas.harmless import tensors_reached
@@ -213,9 +214,8 @@ def _plain(value: Any, depth: int, kind_of: Callable[[Tensor], tuple[Hashable, .
         return id(value)
     if isinstance(value, Tensor):
         return "tensor", *kind_of(value)
-    if depth and isinstance(value, Mapping):
-        items: Sequence[Any] = [x for pair in value.items() for x in pair]
+    pairs = pairs_of(value)
+    items = contents_of(value) if pairs is None else [part for pair in pairs for part in pair]
+    if depth and items is not None:
         return type(value), tuple(_plain(item, depth - 1, kind_of) for item in items)
-    if depth and isinstance(value, (list, tuple, set, frozenset)):
-        return type(value), tuple(_plain(item, depth - 1, kind_of) for item in value)
     return id(value)
