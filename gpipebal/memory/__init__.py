@@ -39,7 +39,8 @@ them. A partition that receives no gradient keeps nothing.
 
 **Copies of buffers.** A cell that is recomputed keeps copies of the buffers that its layers may
 write to, from its forward to its recompute. What the recompute's graph saves of them (the
-statistics of a batch normalisation) is kept until its backward.
+statistics of a batch normalisation) is kept until its backward. A run of layers that is recomputed
+by itself keeps its copies until its backward is over.
 
 **Tied parameters** belong to the first partition that has them. Each partition that uses them has
 gradients of its own until the end of the step, when all are added up in the first.

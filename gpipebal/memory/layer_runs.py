@@ -9,6 +9,9 @@ Which needs less depends on the chain and on how many micro-batches are in fligh
 What a run's layers make again has memory of its own, even if their first outputs still exist: only
 the run's input is not made again.
 
+Beside its input a run keeps copies of the buffers that its layers may write to, for every
+micro-batch in flight. Its recompute works on copies of these, since it may be done twice.
+
 `torch.utils.checkpoint` stops a recompute when it has all that the backward needs, unless
 `torch.utils.checkpoint.set_checkpoint_early_stop(False)` is set. Then the last layer of a run may
 not be run whole (a linear layer is not run at all): its time and its output, which count here, are
@@ -41,10 +44,13 @@ class InRun(NamedTuple):
     Attributes:
         before_others: If layers of the run come after it.
         as_last: If it is the last one, whose backward the recompute of the run belongs to.
+        copies: Bytes of the copies of buffers that a run which ends with it keeps, from before its
+            forward on.
     """
 
     before_others: LayerProfile
     as_last: LayerProfile
+    copies: int
 
 
 def given_to(profile: Profile, layer: int) -> frozenset[int]:
@@ -79,16 +85,18 @@ def recomputed_from(profile: Profile, first: int) -> Iterator[InRun]:
     # What a layer keeps is there before the run.
     made = {storage for storage, keeper in profile.keepers.items() if keeper >= first}
     # What exists again when a layer's recompute is done, and the most since the run's began.
-    remade = peak = 0
+    remade = peak = copies = 0
     for k in range(first, profile.n_layers):
         layer = profile.layers[k]
         live = profile.bytes_of(given_to(profile, k) - given - made)
         peak = max(peak, remade + live + layer.forward_peak_bytes)
         new = frozenset(layer.saved) - given - made
-        remade += profile.bytes_of(new)
+        remade += profile.bytes_of(new) + layer.saved_buffer_bytes
         made |= new
+        copies += layer.kept_buffer_bytes
         saved = tuple(given) if k == first else ()
-        yield InRun(_in_run(layer, saved, remade, 0), _in_run(layer, saved, remade, peak))
+        as_last = _in_run(layer, saved, remade, peak + copies)
+        yield InRun(_in_run(layer, saved, remade, 0), as_last, copies)
 
 
 def _in_run(layer: LayerProfile, saved: tuple[int, ...], remade: int, least: int) -> LayerProfile:
@@ -137,11 +145,25 @@ def with_runs(profile: Profile, runs: Iterable[range]) -> Profile:
         >>> [(changed.bytes_of(layer.saved), layer.backward_time) for layer in changed.layers]
         [(50, 2.0), (1, 3.0), (0, 3.0)]
     """
-    layers = list(profile.layers)
+    layers, storages = list(profile.layers), list(profile.storages)
     for run in runs:
+        copies = 0
         for k, costs in zip(run, recomputed_from(profile, run.start), strict=False):
             layers[k] = costs.as_last if k == run[-1] else costs.before_others
-    return replace(profile, layers=tuple(layers), other_sizes=())
+            copies = costs.copies
+        if copies:
+            layers[run.start] = _with_copies(layers[run.start], len(storages), copies)
+            storages.append(copies)
+    return replace(profile, layers=tuple(layers), storages=tuple(storages), other_sizes=())
+
+
+def _with_copies(layer: LayerProfile, storage: int, n_bytes: int) -> LayerProfile:
+    """Let the first layer of a run keep its copies of buffers, in a storage of their own."""
+    return replace(
+        layer,
+        saved=(*layer.saved, storage),
+        forward_peak_bytes=layer.forward_peak_bytes + n_bytes,
+    )
 
 
 def with_nothing_saved_before(profile: Profile, layer: int) -> Profile:

@@ -6,15 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from counted_memory import count, least_and_most, squares
+from counted_memory import count, least_and_most, measured, squares
 from estimated import estimate_profile
 from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.memory import partition_memory
 from gpipebal.memory.cell import Cell
-from gpipebal.pipeline import GPipe
+from gpipebal.memory.layer_runs import with_runs
+from gpipebal.pipeline import GPipe, with_recompute
 from gpipebal.pipeline.layers.buffers import SMALL, Buffers
+from gpipebal.planner import recompute_layers
 
 CHUNKS = 12
 #: More numbers than a small buffer has.
@@ -149,3 +151,51 @@ def test_copies_last_from_forward_to_recompute_by_hand() -> None:
     )
     # At the first recompute all four wait for theirs.
     assert [one.total - two.total for one, two in zip(peaks, plain, strict=True)] == [4000, 4000]
+
+
+class Table(nn.Module):
+    """A layer with a table that a recompute copies, as rotary positions are; its graph saves it."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("table", torch.randn(4, 1000, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return torch.tanh(y * self.table.mean(1))
+
+
+def of_runs() -> nn.Sequential:
+    """A chain with tables that are only read, and buffers that are written to."""
+    ends = nn.Linear(16, 4), Counter(), nn.Linear(4, 16)
+    return nn.Sequential(Table(), Table(), *ends, Table(), Table())
+
+
+@pytest.mark.parametrize("way", ["loss(pipe(x))", "gpipe", "1f1b"])
+@pytest.mark.parametrize("runs", [[range(1, 5)], [range(2), range(5, 7)], [range(7)]], ids=str)
+def test_runs_keep_copies_for_every_micro_batch(runs: list[range], way: str) -> None:
+    """Runs of layers need what the pipeline then holds, most of which is copies of buffers."""
+    layers, inputs = of_runs(), torch.randn(4 * CHUNKS, 16)
+    profile = with_runs(measured(layers, inputs, chunks=CHUNKS, loss_fn=squares), runs)
+    least, most = least_and_most(profile, [7], "never", way)
+    pipe = GPipe(with_recompute(layers, runs), [7], chunks=CHUNKS, checkpoint="never")
+    (counted,) = count(pipe, inputs, way, torch.optim.SGD(layers.parameters(), lr=0.0))
+    assert least[0].total / 1.03 <= counted <= most[0].total * 1.03
+
+
+def test_chosen_runs_fit_with_their_copies() -> None:
+    """A run that would copy more than it saves is not taken for one that makes room."""
+    profile = gb.Profile.from_costs([1.0, 2.0, 3.0], saved_bytes=[50, 50, 50], chunks=4)
+    first, *others = profile.layers
+    with_table = replace(profile, layers=(replace(first, kept_buffer_bytes=100), *others))
+    runs: list[range] = []
+    for one in (profile, with_table):
+        plan = gb.evaluate(one, [3], checkpoint="never")
+        need = plan.partitions[0].memory.total
+        chosen = recompute_layers(one, plan, memory_limit=need - 100)
+        assert chosen.plan.partitions[0].memory.total <= need - 100
+        runs += chosen.runs
+    assert runs == [range(1), range(1, 2)]

@@ -39,8 +39,8 @@ def _asks(kind: type) -> Any:
 class _Liar:
     """Says what class it has only when it is loaded."""
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         ASKED.append("__class__")
         return _Liar
 

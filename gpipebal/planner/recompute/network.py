@@ -159,7 +159,7 @@ class _Parts:
             before, more = held | given, added
             cost += self._costs[k]
             run = range(cell.first + place, cell.first + k + 1)
-            yield self._step(node, k + 1, given, cost, (*forward, *last), run)
+            yield self._step(node, k + 1, given, cost, (*forward, *last), run, costs.copies)
 
     def _forward(
         self, k: int, layer: LayerProfile, held: Storages, added: int = 0
@@ -209,11 +209,14 @@ class _Parts:
         cost: int,
         peaks: Sequence[int],
         run: range | None = None,
+        copies: int = 0,
     ) -> tuple[_Node, Arc]:
         held = self.held(node)
         known = (held | saved) - self._cell.entering
         there = (end, known & self._matters[end])
-        return there, Arc(there, cost, self._bytes(saved - held), tuple(peaks), run)
+        # Copies of buffers are there from the beginning of the step on.
+        kept = self._bytes(saved - held) + copies
+        return there, Arc(there, cost, kept, tuple(peak + copies for peak in peaks), run)
 
 
 def _ceilings(
