@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from profiler.test_profiler_memory import F, I, profile
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 import gpipebal as gb
 from gpipebal.pipeline.layers.buffers import SMALL
+from gpipebal.profiler.memory.own_hooks import own_hooks_seen
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -175,3 +179,68 @@ def test_inputs_on_the_context_of_a_function_are_saved(method: str) -> None:
     first, second, _ = found.layers
     assert second.saved == first.outputs
     assert found.bytes_of(second.saved) == 4 * 8 * F
+
+
+_WAYS = ("keyword", "closure", "partial", "hooks")
+
+
+class _Hooked(nn.Module):
+    """Computes inside of hooks of its own, which see what would be saved."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.how = how
+
+    def inner(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.lin(x))
+
+    def forward(self, x: Tensor) -> Any:
+        if self.how == "save_on_cpu":
+            with torch.autograd.graph.save_on_cpu():
+                return self.inner(x)
+        if self.how == "hooks":
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: [t], lambda kept: kept[0]):
+                return self.inner(x)
+        given: dict[str, Any] = {"x": x} if self.how == "keyword" else {}
+        ways = {"closure": lambda: self.inner(x), "partial": functools.partial(self.inner, x)}
+        return checkpoint(ways.get(self.how, self.inner), use_reentrant=False, **given)
+
+
+#: An estimate has no values that could be taken to the CPU.
+_BOTH = [(how, way) for how in _WAYS for way in ("measure", "estimate")]
+
+
+@pytest.mark.parametrize(("how", "method"), [*_BOTH, ("save_on_cpu", "measure")])
+def test_what_a_layers_own_hooks_keep_is_saved(how: str, method: str) -> None:
+    """A checkpoint keeps its input, however it is given; other hooks may leave tensors as they are.
+
+    The output of a hyperbolic tangent is saved too.
+    """
+    model = nn.Sequential(nn.Linear(8, 8), _Hooked(how))
+    options: dict[str, Any] = (
+        {"timeout": 0, "as_pipeline": False} if method == "measure" else {"rates": "CPU core"}
+    )
+    found = gb.profile_model(
+        model, torch.ones(16, 8), rows=(), method=method, progress=False, **options
+    )
+    rows = found.rows
+    kept = found.bytes_of(found.layers[1].saved)
+    output = 0 if how in ("keyword", "closure", "partial") else rows * 8 * F
+    assert kept == rows * 8 * F + output
+    assert saved_tensors_hooks.__enter__.__module__ == "torch.autograd.graph"
+
+
+def test_hooks_that_have_packed_nothing_keep_nothing() -> None:
+    """Nor does what was packed for a result that was not used."""
+    x = torch.ones(4, requires_grad=True)
+    with own_hooks_seen() as own:
+        with saved_tensors_hooks(lambda t: t.clone(), lambda kept: kept + x):
+            x.detach().sin()
+        assert own.kept() == []
+        with saved_tensors_hooks(lambda t: [t], lambda kept: kept[0]):
+            y = x.sin()
+        assert [tensor is x for tensor in own.kept()] == [True]
+        y.sum().backward()
+        del y
+        assert own.kept() == []

@@ -1,7 +1,7 @@
 """Bytes and operations of a layer.
 
-Read in this order: `layer_run` (one forward and backward of it), `backward_peaks` (backwards in all
-places that it can have), `storages` (what it saves, hands on and needs, by several of these),
-`layer_memory` (what is known of it then, alone and in its chain), `buffers` (which buffers a
-recompute has copies of), `flops` (its operations).
+Read in this order: `layer_run` (one forward and backward of it), `own_hooks` (what its own hooks on
+saved tensors keep), `backward_peaks` (backwards in all places that it can have), `storages` (what
+it saves, hands on and needs, by several of these), `layer_memory` (what is known of it then, alone
+and in its chain), `buffers` (which buffers a recompute has copies of), `flops` (its operations).
 """

@@ -24,6 +24,7 @@ from gpipebal.profiler.chain.gradients import (
     used_again,
 )
 from gpipebal.profiler.chain.value import Value, random_gradients, roots_of
+from gpipebal.profiler.memory.own_hooks import own_hooks_seen
 from gpipebal.profiler.replicas.replica import kept_by
 
 __all__ = [
@@ -233,7 +234,11 @@ def forward_and_backward(
     with ledger.watch(0):
         inputs, given = chain.prepare(k, value, wants=True, inside=inside)
         before, forward_peak = ledger.live_now(), _Peak(ledger, chain.device)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        # Within these hooks, so that they are none of the layer's own.
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            own_hooks_seen() as own_hooks,
+        ):
             passed = chain.call(k, given, value)
         torch.clear_autocast_cache()  # what only a cache holds is freed after a cell's forward
         forward_bytes = forward_peak.bytes
@@ -246,7 +251,7 @@ def forward_and_backward(
         born = ledger.born_since(before)
         for key in sorted(born - handed - mine):
             saved.setdefault(key, ledger.bytes_of(key) or 0)
-        for tensor in filter(has_storage, _kept_by_functions(outputs)):
+        for tensor in filter(has_storage, (*_kept_by_functions(outputs), *own_hooks.kept())):
             if storage_key(tensor) not in mine:
                 saved.setdefault(storage_key(tensor), tensor.untyped_storage().nbytes())
         constant = saved.keys() & {storage_key(tensor) for tensor in constants}
