@@ -105,6 +105,28 @@ def test_a_constant_is_counted_once_by_a_pipeline_too() -> None:
     assert plan.partitions[0].memory.total == meter.peak_bytes[0]
 
 
+def test_lists_that_pick_elements_count() -> None:
+    """A tensor is made of a list of indices, with and without a graph."""
+    picked = list(range(0, 2000, 2))
+
+    def put(x: Tensor) -> Tensor:
+        y = x.clone()
+        y[:, picked] = 0.0
+        return y
+
+    model = nn.Sequential(
+        nn.Linear(WIDTH, 2000),
+        Apply(put),
+        Apply(lambda x: x[[1, 0]]),
+        Apply(lambda x: x[:, picked]),
+    )
+    sample = torch.rand(ROWS, WIDTH)
+    assert_same_bytes(
+        estimate_profile(model, sample, chunks=2, rows=(), **ON_CPU),
+        measured(model, sample, chunks=2, rows=()),
+    )
+
+
 def test_small_constants_of_a_loss_are_not_flagged() -> None:
     """Class weights are less than a plan is wrong by anyway."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, CLASSES))

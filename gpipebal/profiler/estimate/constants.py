@@ -1,7 +1,8 @@
 """Constants: tensors that a layer or a loss uses through a function, such as tables and masks.
 
 They are not the layer's own, so its stand-in has them as they are, with values. Among themselves
-they are used as they are; where one meets a tensor without values, a stand-in takes its place.
+they are used as they are; where one meets a tensor without values, a stand-in takes its place. So
+it does where a list of numbers picks elements: torch makes a tensor of it, which nobody would see.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from gpipebal.pipeline.values.tensors import has_storage, storage_key
 from gpipebal.profiler.estimate.stand_ins import Leaf
 
 __all__ = ["Constants"]
+
+
+_PICK = frozenset({Tensor.__getitem__, Tensor.__setitem__})
 
 
 class Constants(TorchFunctionMode):
@@ -42,6 +46,8 @@ class Constants(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _PICK and args[0].is_meta:
+            args = (args[0], _with_rows(args[1]), *args[2:])
         if self._constants:
             leaves, structure = pytree.tree_flatten((args, kwargs))
             if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
@@ -55,6 +61,15 @@ class Constants(TorchFunctionMode):
         # What was computed from constants has other memory each time.
         storages = self._storages if key in self._constants else {}
         return Leaf.of(tensor, key).make(storages)
+
+
+def _with_rows(picked: Any) -> Any:
+    """Put stand-ins in the place of lists of whole numbers in an index."""
+    if isinstance(picked, tuple):
+        return tuple(map(_with_rows, picked))
+    if isinstance(picked, list) and picked and all(type(one) is int for one in picked):
+        return torch.empty(len(picked), dtype=torch.int64, device="meta")
+    return picked
 
 
 def _has_values(leaf: Any) -> bool:
