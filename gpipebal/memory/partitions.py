@@ -339,7 +339,9 @@ def optimizer_peak(cell: Cell) -> int:
     carried = [layer.optimizer_carried_bytes for layer in cell.own_layers]
     # The first layer that is stepped finds nothing left over on its device.
     first = next((k for k, n_bytes in enumerate(peaks) if n_bytes), len(peaks))
-    return max(n + (carried[k] if k > first else 0) for k, n in enumerate(peaks))
+    in_turn = max(n + (carried[k] if k > first else 0) for k, n in enumerate(peaks))
+    groups = cell.profile.step.optimizer_groups
+    return max((in_turn, *(sum(group[cell.first : cell.end]) for group in groups)))
 
 
 def _moments(cell: Cell, way: _Way, chunks: int) -> Iterator[Moment]:

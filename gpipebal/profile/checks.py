@@ -262,6 +262,9 @@ def _check_step(profile: Profile, n_storages: int) -> None:
     if not isinstance(step.optimizer_together, bool):
         value = step.optimizer_together
         raise _bad_value("step", "optimizer_together", value, "true or false")
+    for group in step.optimizer_groups:
+        if len(group) != profile.n_layers or not all(_is_quantity(n, whole=True) for n in group):
+            raise _bad_value("step", "optimizer_groups", group, f"{SIZE} for each layer")
     parts = {"side_by_side": AloneShares, "turns": TurnTimes}
     for name, kind in {**parts, "loss": LayerProfile, "whole_loss": LayerProfile}.items():
         if getattr(step, name) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpipebal.argument_kinds import keep_as_tuples
+from gpipebal.argument_kinds import check_list, keep_as_tuples
 
 __all__ = [
     "AloneShares",
@@ -269,7 +269,10 @@ class StepTerms:
         gathered: Storages of the gathered output (indices into `Profile.storages`).
         optimizer_time: Seconds of the optimizer's step and of clearing the gradients.
         optimizer_together: Whether the optimizer steps all parameters at once, so that what it
-            needs temporarily adds up, or one after the other.
+            needs temporarily adds up, or in several steps.
+        optimizer_groups: Where it takes several: for each of these that steps parameters of several
+            layers at once, what it needs temporarily for each layer, in bytes, which adds up. Steps
+            come one after the other.
         overhead_time: Seconds of a step with ``loss(pipe(x)).backward()`` that no cell, gather,
             loss or optimizer takes: the way from the caller to the workers and back, twice.
         inside_overhead_time: The same for a step with `GPipe.step`, which goes there once.
@@ -286,6 +289,7 @@ class StepTerms:
     gathered: tuple[int, ...] = ()
     optimizer_time: float | None = None
     optimizer_together: bool = False
+    optimizer_groups: tuple[tuple[int, ...], ...] = ()
     overhead_time: float | None = None
     inside_overhead_time: float | None = None
     cell_overhead_time: float | None = None
@@ -293,7 +297,9 @@ class StepTerms:
     turns: TurnTimes | None = None
 
     def __post_init__(self) -> None:
-        keep_as_tuples(self, "gathered")
+        keep_as_tuples(self, "gathered", "optimizer_groups")
+        groups = [check_list("optimizer_groups", group) for group in self.optimizer_groups]
+        object.__setattr__(self, "optimizer_groups", tuple(groups))
 
     @property
     def loss_time(self) -> float | None:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["FORMAT", "VERSION", "parts_of", "record_of"]
 
 FORMAT = "gpipebal-profile"
-VERSION = 14
+VERSION = 15
 
 #: Fields of layers and skips up to version 11.
 _TOLD_ALONE = (
@@ -146,6 +146,8 @@ def _step(record: Any) -> StepTerms:
         if content[name] is not None:
             content[name] = make(content[name], path_in("step", name))
     content["gathered"] = tuple_of(content["gathered"], "step.gathered")
+    groups = content["optimizer_groups"]
+    content["optimizer_groups"] = _each(tuple_of, groups, "step.optimizer_groups")
     return StepTerms(**content)
 
 
@@ -201,6 +203,7 @@ def _up_to_date(content: dict[str, Any], version: int) -> dict[str, Any]:
         (7, _of_version_7),
         (8, _of_version_8),
         (11, _of_version_11),
+        (14, _of_version_14),
     ):
         if version <= last:
             content = bring(content)
@@ -300,6 +303,14 @@ def _of_version_11(content: dict[str, Any]) -> dict[str, Any]:
         if name in content
     }
     return {**content, **lists, "step": step}
+
+
+def _of_version_14(content: dict[str, Any]) -> dict[str, Any]:
+    """Bring a record of version 14 up to date: all or none was stepped at once."""
+    step = object_of(content["step"], "step")
+    if "optimizer_groups" in step:
+        raise _too_early("step", "optimizer_groups")
+    return {**content, "step": {**step, "optimizer_groups": ()}}
 
 
 def _without(record: Any, names: Collection[str]) -> Any:

@@ -22,7 +22,12 @@ from gpipebal.profiler.memory.layer_memory import ChainGradients, LayerMemory, g
 from gpipebal.profiler.replicas.owned import own_bytes
 from gpipebal.profiler.replicas.replica import layer_of_tensors
 from gpipebal.profiler.step.optimizer import Maker
-from gpipebal.profiler.step.step import StandInsError, optimizer_peaks, optimizer_state_bytes
+from gpipebal.profiler.step.step import (
+    OptimizerPeaks,
+    StandInsError,
+    optimizer_peaks,
+    optimizer_state_bytes,
+)
 from gpipebal.profiler.survey import Survey
 from gpipebal.profiler.times.rounds import Times
 from gpipebal.profiler.times.settle import Settled, settle_launches, settle_rounds, whole_again
@@ -192,6 +197,8 @@ class OptimizerMemory(NamedTuple):
         peaks: Bytes that its step needs temporarily.
         carried: Further bytes where the step of the layer before has left something.
         together: Whether the peaks of all layers add up.
+        groups: Where they do not: for each group that is stepped at once and has parameters of
+            several layers, what its step needs temporarily for each layer.
         doubts: Flags about these numbers.
     """
 
@@ -199,6 +206,7 @@ class OptimizerMemory(NamedTuple):
     peaks: list[int] | None = None
     carried: list[int] | None = None
     together: bool = False
+    groups: tuple[tuple[int, ...], ...] = ()
     doubts: tuple[str, ...] = ()
 
     def state_of(self, k: int) -> int | None:
@@ -224,10 +232,7 @@ def optimizer_memory(
     places = [owner[id(parameter)] for parameter in maker.parameters]
 
     def by_layer(known: Sequence[int], join: Callable[[int, int], int]) -> list[int]:
-        found = [0] * len(modules)
-        for k, n_bytes in zip(places, known, strict=True):
-            found[k] = join(found[k], n_bytes)
-        return found
+        return _by_layer(places, len(modules), known, join)
 
     state, why = _on_stand_ins(partial(optimizer_state_bytes, maker))
     peaks, why_no_peaks = _on_stand_ins(partial(optimizer_peaks, maker, device_type))
@@ -244,25 +249,50 @@ def optimizer_memory(
             f"the optimizer's {missing} {verb} not known: {maker.name} cannot step stand-ins "
             f"({why or why_no_peaks})"
         )
-    inside = carried = None
+    found = OptimizerMemory()
     if peaks is not None and peaks.together:
-        inside = by_layer(peaks.bytes, add)
+        found = OptimizerMemory(peaks=by_layer(peaks.bytes, add), together=True)
     elif peaks is not None:
-        after = list(zip(peaks.bytes, peaks.left, peaks.before, strict=True))
-        whole = by_layer([n_bytes + left for n_bytes, left, _ in after], max)
-        is_inside = [
-            before is not None and places[before] == place
-            for (_, _, before), place in zip(after, places, strict=True)
-        ]
-        own = zip(after, is_inside, strict=True)
-        inside = by_layer([n + (left if within else 0) for (n, left, _), within in own], max)
-        carried = [more - n_bytes for more, n_bytes in zip(whole, inside, strict=True)]
+        found = _in_turn(peaks, places, len(modules))
+    return found._replace(
+        state=None if state is None else by_layer(state, add), doubts=tuple(doubts)
+    )
+
+
+def _by_layer(
+    places: Sequence[int], n_layers: int, known: Sequence[int], join: Callable[[int, int], int]
+) -> list[int]:
+    """Join what is known of parameters, which belong to the layers in these places."""
+    found = [0] * n_layers
+    for k, n_bytes in zip(places, known, strict=True):
+        found[k] = join(found[k], n_bytes)
+    return found
+
+
+def _in_turn(peaks: OptimizerPeaks, places: Sequence[int], n_layers: int) -> OptimizerMemory:
+    """Describe an optimizer that steps one parameter, or one group, after the other."""
+    # What is stepped at once leaves nothing.
+    after = list(zip(peaks.bytes, peaks.left, peaks.before, peaks.at_once, strict=True))
+    own = [0 if group is not None else n + left for n, left, _, group in after]
+    is_inside = [
+        before is not None and places[before] == place
+        for (_, _, before, _), place in zip(after, places, strict=True)
+    ]
+    within = [
+        n if is_in else max(0, n - left)
+        for n, (_, left, _, _), is_in in zip(own, after, is_inside, strict=True)
+    ]
+    whole, inside = (_by_layer(places, n_layers, known, max) for known in (own, within))
+    groups = []
+    for one in dict.fromkeys(group for group in peaks.at_once if group is not None):
+        known = [n if group == one else 0 for n, _, _, group in after]
+        groups.append(tuple(_by_layer(places, n_layers, known, add)))
+        whole, inside = ([*map(max, most, groups[-1])] for most in (whole, inside))
     return OptimizerMemory(
-        state=None if state is None else by_layer(state, add),
         peaks=inside,
-        carried=carried,
-        together=peaks is not None and peaks.together,
-        doubts=tuple(doubts),
+        carried=[more - n_bytes for more, n_bytes in zip(whole, inside, strict=True)],
+        # Of one layer alone the peak says it all.
+        groups=tuple(group for group in groups if sum(map(bool, group)) > 1),
     )
 
 

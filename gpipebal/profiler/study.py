@@ -314,7 +314,11 @@ class Study:
         layers, settled = describe_layers(
             self.names, self.modules, size.times, size.found, optimizer, self.device.type
         )
-        step = replace(self._step_of(size, optimizer_time), optimizer_together=optimizer.together)
+        step = replace(
+            self._step_of(size, optimizer_time),
+            optimizer_together=optimizer.together,
+            optimizer_groups=optimizer.groups,
+        )
         described = describe_times(size.rows, settled)
         described["flags"] += doubts_about_peaks(self.names, size.found)
         if is_main:

@@ -91,6 +91,7 @@ def profiles(draw: st.DrawFn, largest: int = 5, shortest: int = 0) -> gb.Profile
         whole_loss=layer("loss") if loss in ("whole", "both") else None,
         gathered=draw(some(1)),
         optimizer_together=draw(st.booleans()),
+        optimizer_groups=draw(st.lists(st.tuples(*[few] * n), max_size=2)),
     )
     layers = [layer(str(k)) for k in range(n)]
     # Some layers stash what they return.

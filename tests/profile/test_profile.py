@@ -258,7 +258,7 @@ def test_a_file_of_version_1_is_read() -> None:
 
 def test_a_file_of_version_3_is_read() -> None:
     """What an old file does not tell of is unknown: everything has a gradient, nothing is tied."""
-    record = {**_record(), "version": 3}
+    record = _record_of(3)
     del record["ties"], record["without_gradient"]
     del record["step"]["side_by_side"], record["step"]["turns"]
     del record["common_inputs"]
@@ -271,7 +271,7 @@ def test_a_file_of_version_3_is_read() -> None:
 
 def test_a_file_of_version_5_is_read() -> None:
     """It does not tell of tensors that are handed on twice."""
-    record = {**_record(), "version": 5}
+    record = _record_of(5)
     del record["common_inputs"], record["step"]["turns"]
     for layer in record["layers"]:
         del layer["output_gradient_bytes"]
@@ -280,7 +280,7 @@ def test_a_file_of_version_5_is_read() -> None:
 
 def test_a_file_of_version_6_is_read() -> None:
     """Every micro-batch has inputs of its own there."""
-    record = {**_record(), "version": 6}
+    record = _record_of(6)
     del record["step"]["turns"]
     with pytest.raises(FileFormatError, match="unknown field: 'common_inputs'"):
         Profile.from_dict(record)
@@ -290,7 +290,7 @@ def test_a_file_of_version_6_is_read() -> None:
 
 def test_a_file_of_version_10_is_read() -> None:
     """It does not tell which inputs a layer writes to, so that the storages have to."""
-    record = {**_record(), "version": 10}
+    record = _record_of(10)
     for layer in record["layers"]:
         del layer["written_input_bytes"]
     profile = Profile.from_dict(record)
@@ -304,6 +304,7 @@ def test_a_file_of_version_11_is_read() -> None:
         (_layer(), _layer(name="next")), (8, 16), skips=(SkipProfile("s", 0, 1, (0,), (1,)),)
     )
     record = {**json.loads(json.dumps(profile.to_dict())), "version": 11}
+    del record["step"]["optimizer_groups"]
     for layer in record["layers"]:
         del layer["gradient_storages"], layer["written"]
         layer |= {"excess_gradient_bytes": 8, "hands_back_given": True}
@@ -312,6 +313,27 @@ def test_a_file_of_version_11_is_read() -> None:
     record["layers"] = 3
     with pytest.raises(FileFormatError, match="layers=3"):
         Profile.from_dict(record)
+
+
+def test_a_file_of_version_14_is_read() -> None:
+    """It told only whether an optimizer steps everything at once."""
+    profile = Profile.from_costs([1.0, 2.0]).with_step(StepTerms(optimizer_together=True))
+    record = {**json.loads(json.dumps(profile.to_dict())), "version": 14}
+    with pytest.raises(FileFormatError, match=r"unknown field: 'step.optimizer_groups'"):
+        Profile.from_dict(record)
+    del record["step"]["optimizer_groups"]
+    assert Profile.from_dict(record) == profile
+
+
+def test_groups_of_an_optimizer_have_bytes_of_every_layer() -> None:
+    """They are read as they were written."""
+    profile = Profile.from_costs([1.0, 2.0])
+    grouped = profile.with_step(StepTerms(optimizer_groups=[[8, 0], [4, 4]]))  # type: ignore[arg-type]
+    assert grouped.step.optimizer_groups == ((8, 0), (4, 4))
+    assert Profile.from_dict(json.loads(json.dumps(grouped.to_dict()))) == grouped
+    for group in ((8,), (8, -1), (8, 0.5)):
+        with pytest.raises(ProfileError, match="optimizer_groups="):
+            profile.with_step(StepTerms(optimizer_groups=(group,)))  # type: ignore[arg-type]
 
 
 def test_common_inputs_are_inputs() -> None:
@@ -355,11 +377,18 @@ def _record() -> dict[str, Any]:
     return json.loads(json.dumps(Profile.from_costs([1.0, 2.0]).to_dict()))
 
 
+def _record_of(version: int) -> dict[str, Any]:
+    """Return it as one of an earlier version, before an optimizer had groups."""
+    record = {**_record(), "version": version}
+    del record["step"]["optimizer_groups"]
+    return record
+
+
 def test_file_says_what_it_is_first() -> None:
     """Format and version stand at the head of the record."""
     record = _record()
     assert list(record)[:2] == ["format", "version"]
-    assert (record["format"], record["version"]) == ("gpipebal-profile", 14)
+    assert (record["format"], record["version"]) == ("gpipebal-profile", 15)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,24 @@ import torch
 from torch import nn
 
 import gpipebal as gb
+from gpipebal.memory.partitions import cells_of, optimizer_peak
 from gpipebal.pipeline import measure_memory
 from gpipebal.planner import evaluate
+from gpipebal.problem import to_bounds
 from gpipebal.profiler.step.optimizer import Maker
 from gpipebal.profiler.step.step import StandInsError, optimizer_peaks, optimizer_state_bytes
+
+
+def in_groups(
+    parameters: Sequence[nn.Parameter], *, together: Sequence[bool]
+) -> torch.optim.Optimizer:
+    """Step every second parameter in one group, the rest in another one: each at once or not."""
+    groups = [
+        {"params": parameters[k::2], "weight_decay": float(k), "foreach": at_once}
+        for k, at_once in enumerate(together)
+    ]
+    return torch.optim.AdamW(groups)
+
 
 OPTIMIZERS = {
     "sgd": torch.optim.SGD,
@@ -25,6 +39,9 @@ OPTIMIZERS = {
     "amsgrad": partial(torch.optim.AdamW, amsgrad=True),
     "adagrad": torch.optim.Adagrad,
     "rmsprop": torch.optim.RMSprop,
+    "groups together": partial(in_groups, together=[True, True]),
+    "weights together": partial(in_groups, together=[True, False]),
+    "biases together": partial(in_groups, together=[False, True]),
 }
 Factory = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
@@ -116,6 +133,32 @@ def test_groups_leave_nothing_to_each_other() -> None:
     found = optimizer_peaks(Maker(torch.optim.Adam(groups), parameters), "cpu")
     assert found is not None
     assert (found.left, found.before) == ([0, 0, 40, 0, 40], [None, None, 0, None, 3])
+
+
+def test_what_is_stepped_at_once_adds_up_in_its_group() -> None:
+    """Groups, and optimizers, come one after the other; the largest step counts."""
+    model = nn.Sequential(*(nn.Linear(20, 20) for _ in range(3)))
+
+    def make(parameters: Sequence[nn.Parameter]) -> Any:
+        matrices = [one for one in parameters if one.dim() == 2]
+        biases = [one for one in parameters if one.dim() == 1]
+        return [torch.optim.Adam(matrices, foreach=True), torch.optim.Adam(biases)]
+
+    found = gb.profile_model(
+        model,
+        torch.ones(2, 20),
+        rows=(),
+        optimizer=make,
+        method="estimate",
+        rates="CPU core",
+        progress=False,
+    )
+    assert not found.step.optimizer_together
+    # One intermediate result for each matrix; of the biases one after the other makes its own.
+    assert found.step.optimizer_groups == ((1600, 1600, 1600),)
+    for balance in ([3], [1, 2]):
+        cells = cells_of(found, to_bounds(balance), False, False)
+        assert [optimizer_peak(cell) for cell in cells] == [1600 * n for n in balance]
 
 
 def test_frozen_parameters_are_not_stepped() -> None:

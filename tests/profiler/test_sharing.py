@@ -199,7 +199,7 @@ def test_shares_are_kept_and_checked() -> None:
     del old["common_inputs"]
     with pytest.raises(FileFormatError, match=r"unknown field: 'step\.side_by_side'"):
         Profile.from_dict(old)
-    newer = ("side_by_side", "turns")
+    newer = ("side_by_side", "turns", "optimizer_groups")
     step = {name: value for name, value in record["step"].items() if name not in newer}
     assert Profile.from_dict({**old, "step": step}).step.side_by_side is None
     assert profile.at_rows(7).step.side_by_side == shares

@@ -137,6 +137,7 @@ def _full_records() -> dict[str, tuple[dict[str, Any], Any]]:
             *(0.25, loss, loss, (1,), 0.125),
             side_by_side=AloneShares(2, 0.9, 0.9, 0.9, 0.9),
             turns=TurnTimes(0.1),
+            optimizer_groups=((1, 2, 3),),
         ),
         skips=(SkipProfile("skip", 0, 2, (1,)),),
         ties=(TieProfile((0, 1), 2, 2),),

@@ -43,7 +43,7 @@ def texts() -> dict[str, str]:
     )
     profile = replace(
         profile,
-        step=StepTerms(0.25, loss, loss, (1,), 0.125),
+        step=StepTerms(0.25, loss, loss, (1,), 0.125, optimizer_groups=((1, 2, 3),)),
         skips=(SkipProfile("skip", 0, 2, (1,)),),
         other_sizes=(gb.Profile.from_costs([0.5, 1.0, 1.5], rows=2),),
         provenance={"threads": 1, "device_type": "cpu"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -258,16 +258,21 @@ class RunPeaks:
     def _optimizer_peaks(self) -> Table:
         """Return what the optimizer's step needs temporarily, as far as it is known."""
         peaks = self._column([layer.optimizer_peak_bytes or 0 for layer in self._profile.layers])
-        if self._profile.step.optimizer_together:
-            sums = np.concatenate([peaks[:1] * 0, peaks.cumsum()])
-            return sums[1:][None, :] - sums[self.firsts][:, None]
+        step = self._profile.step
+        if step.optimizer_together:
+            return self._sums(peaks)
         carried = self._column([la.optimizer_carried_bytes for la in self._profile.layers])
         # The first layer that is stepped, for the runs from each layer on.
         first = np.where(peaks > 0, np.arange(self._n), self._n)
         first = np.minimum.accumulate(first[::-1])[::-1][self.firsts]
         behind = np.arange(self._n)[None, :] > first[:, None]
         needs = self._from_first(peaks[None, :] + np.where(behind, carried[None, :], 0))
-        return np.maximum.accumulate(needs, axis=1)
+        groups = [self._sums(self._column(group)) for group in step.optimizer_groups]
+        return reduce(np.maximum, groups, np.maximum.accumulate(needs, axis=1))
+
+    def _sums(self, column: Table) -> Table:
+        sums = np.concatenate([column[:1] * 0, column.cumsum()])
+        return sums[1:][None, :] - sums[self.firsts][:, None]
 
     def _from_first(self, table: Table) -> Table:
         """Return a table of layers that has no moment before the first layer of each run."""

@@ -222,6 +222,7 @@ class _Work:
                 gathered=gathered,
                 optimizer_time=self._optimizer_time,
                 optimizer_together=self._memory.together,
+                optimizer_groups=self._memory.groups,
             ),
             skips=described,
             ties=find_ties(self.modules),

@@ -80,13 +80,21 @@ class OptimizerPeaks(NamedTuple):
             step is over.
         before: For each parameter, the place of that parameter: the previous one of the same group;
             None: there is none.
-        together: Whether all parameters are stepped at once, so that `bytes` add up.
+        at_once: For each parameter, its group if that is stepped at once, so that `bytes` of its
+            parameters add up; None: it is stepped by itself.
     """
 
     bytes: list[int]
     left: list[int]
     before: list[int | None]
-    together: bool
+    at_once: list[Any]
+
+    @property
+    def together(self) -> bool:
+        """Whether all parameters are stepped at once."""
+        own = zip(self.at_once, self.bytes, strict=True)
+        groups = {group for group, n_bytes in own if n_bytes or group is not None}
+        return len(groups) == 1 and None not in groups
 
 
 def optimizer_peaks(
@@ -97,7 +105,7 @@ def optimizer_peaks(
 ) -> OptimizerPeaks:
     """Find the bytes that an optimizer's step needs besides parameters, gradients and state.
 
-    The optimizer takes a second step on stand-ins. Optimizers of torch step all parameters at once
+    The optimizer takes a second step on stand-ins. Optimizers of torch step a whole group at once
     on CUDA (``foreach``), and one after the other on a CPU, unless they are told otherwise. One
     after the other, the last intermediate result of a parameter may live until the next parameter
     has its own.
@@ -125,7 +133,10 @@ def optimizer_peaks(
         if is_stepped:
             latest[maker.group_of(place)] = place
     peaks = [step.peak_bytes for step in found]
-    return OptimizerPeaks(peaks, left, before, any(step.together for step in found))
+    # Of an optimizer whose groups are not known there is one.
+    groups = [maker.group_of(place) or () for place in range(len(found))]
+    at_once = [g if step.together else None for g, step in zip(groups, found, strict=True)]
+    return OptimizerPeaks(peaks, left, before, at_once)
 
 
 class _Step(NamedTuple):
