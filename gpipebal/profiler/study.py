@@ -260,13 +260,8 @@ class Study:
         return try_out(profile, setting, len(self.micro_batches), seconds)
 
     def _replicate(self) -> list[nn.Module]:
-        return replicate(
-            self.names,
-            self.modules,
-            self.device,
-            private=self._private,
-            keep_modes=self._keep_modes,
-        )
+        given = (self.names, self.modules, self.device)
+        return replicate(*given, private=self._private, keep_modes=self._keep_modes)
 
     def _chain(self, start: Value, layers: Sequence[nn.Module]) -> Chain:
         given = (self.names, layers, self.device, start)
@@ -353,11 +348,8 @@ class Study:
         is_main = size is self._sizes[0]
         sizes = self.micro_batches if is_main else [size.rows] * len(self.micro_batches)
         terms: GatheredTerms | None = None
-        given = (
-            self._data.outputs(size.found.outputs, sizes),
-            size.found.numbers,
-            self.device,
-        )
+        outputs = self._data.outputs(size.found.outputs, sizes)
+        given = (outputs, size.found.numbers, self.device)
         try:
             target = self._data.target_of(sizes)
             if self._is_alone:
