@@ -136,7 +136,7 @@ class Cell:
         return self.loss is not None or not given or bool(self.profile.with_gradient(given))
 
     @cached_property
-    def handed_again(self) -> Storages:
+    def handed_recomputed(self) -> Storages:
         """Storages that a cell keeps for its recompute, and a later partition is charged with."""
         return self.handed & self.kept_input
 
@@ -259,17 +259,17 @@ class Cell:
         """Add up storages, without those that exist all the time."""
         return self.profile.bytes_of(storages - self.others)
 
-    def held(self, *, again: bool) -> int:
-        """Bytes that a cell holds from its forward on; `again`: it is recomputed later."""
-        if again:
+    def held(self, *, recomputed: bool) -> int:
+        """Bytes that a cell holds from its forward on; `recomputed`: its backward recomputes it."""
+        if recomputed:
             copies = self.kept_buffers if self.goes_back else 0
-            return self.bytes_of(self.kept_input - self.handed_again) + copies
+            return self.bytes_of(self.kept_input - self.handed_recomputed) + copies
         return self.bytes_of(self.graph - self.handed)
 
     def recompute(self, *, gradients_exist: bool) -> Iterator[Moment]:
         """Walk through a recompute."""
         if self.goes_back:
-            elsewhere = self.bytes_of(self.handed_again)
+            elsewhere = self.bytes_of(self.handed_recomputed)
             for moment in self.forward(records=True, gradients_exist=gradients_exist):
                 activations = moment.activations - elsewhere + self.kept_buffers
                 yield moment._replace(activations=activations)
@@ -302,22 +302,22 @@ class Cell:
         """Return the bytes of copies of its input that exist while its layer k runs forward."""
         return sum(n_bytes for writer, n_bytes in self.copied_inputs if k <= writer)
 
-    def kept_of(self, chunks: int, *, again: bool = False) -> Storages:
+    def kept_of(self, chunks: int, *, recomputed: bool = False) -> Storages:
         """Return the storages of outputs that outlive their graphs because the caller has them.
 
         The outputs of several micro-batches are copied into one piece; of a single one the caller
-        gets the output itself. Outputs of a graph that is made `again` do not go to the caller.
+        gets the output itself. Outputs of a recomputed graph do not go to the caller.
         """
-        keeps = chunks == 1 and self.gives_outputs and not again
+        keeps = chunks == 1 and self.gives_outputs and not recomputed
         return self.outputs - self.others if keeps else frozenset()
 
     def backward(
-        self, *, again: bool, gradients_exist: bool, kept: Storages = frozenset()
+        self, *, recomputed: bool, gradients_exist: bool, kept: Storages = frozenset()
     ) -> Iterator[Moment]:
         """Walk through a backward.
 
         Args:
-            again: Whether its graph was made by a recompute.
+            recomputed: Whether its graph was made by a recompute.
             gradients_exist: Whether the parameters have gradients by then.
             kept: Storages that exist from its beginning to its end; see `kept_of`.
         """
@@ -325,7 +325,7 @@ class Cell:
             yield self._idle(gradients_exist)
             return
         # What a recompute makes again is held by no other cell.
-        elsewhere = self.handed_again if again else self.handed
+        elsewhere = self.handed_recomputed if recomputed else self.handed
         # What the graph does not hold is charged elsewhere too.
         there = self.entering | (kept & self.graph)
         seen = set(there | elsewhere)
@@ -333,7 +333,7 @@ class Cell:
         held_up_to = []
         for layer in self.layers:
             held += self.bytes_of(frozenset(layer.saved) - seen)
-            held += layer.saved_buffer_bytes if again else 0
+            held += layer.saved_buffer_bytes if recomputed else 0
             seen.update(layer.saved)
             held_up_to.append(held)
         # The gradient of the last partition's output belongs to the caller, or it is that of the

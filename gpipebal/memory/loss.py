@@ -77,7 +77,7 @@ def loss_of_micro_batch(profile: Profile) -> LayerProfile:
     )
 
 
-def new_output(cell: Cell, chunks: int, *, again: bool) -> int:
+def new_output(cell: Cell, chunks: int, *, recomputed: bool) -> int:
     """Return the bytes that the output of a micro-batch adds to what its cell holds anyway.
 
     An output may be a part of the graph or, as a view of the cell's input, of what is kept for the
@@ -86,12 +86,12 @@ def new_output(cell: Cell, chunks: int, *, again: bool) -> int:
     Args:
         cell: The partition's.
         chunks: Micro-batches of the mini-batch.
-        again: Whether the micro-batch is recomputed.
+        recomputed: Whether the micro-batch is recomputed.
     """
     if not cell.gives_outputs:
         return 0
-    held = cell.kept_input if again else cell.graph
-    if again and chunks == 1:  # the caller has the output itself, until the backward is over
+    held = cell.kept_input if recomputed else cell.graph
+    if recomputed and chunks == 1:  # the caller has the output itself, until the backward is over
         held &= cell.entering
     return cell.bytes_of(cell.outputs - held)
 

@@ -172,12 +172,12 @@ class _Way(NamedTuple):
 
     Attributes:
         kind: ``'F'``, ``'R'`` or ``'B'``.
-        again: Whether the micro-batch is recomputed.
+        recomputed: Whether the micro-batch is recomputed.
         gradients_exist: Whether the parameters have gradients before the action.
     """
 
     kind: str
-    again: bool
+    recomputed: bool
     gradients_exist: bool
 
 
@@ -218,8 +218,8 @@ class _Row:
         self._own = {
             way: max(_moments(cell, way, chunks), key=height) for way in self._ways.values()
         }
-        self._held = {again: cell.held(again=again) for again in (False, True)}
-        self._new_graph = cell.bytes_of(cell.graph - cell.handed_again) + cell.saved_buffers
+        self._held = {flag: cell.held(recomputed=flag) for flag in (False, True)}
+        self._new_graph = cell.bytes_of(cell.graph - cell.handed_recomputed) + cell.saved_buffers
         self._find_outputs(chunks, int(recomputed.sum()))
         self._numbers = self._number_type(chunks, max(waits or (0,)))
         # The place after the last forward.
@@ -238,7 +238,7 @@ class _Row:
         self._around: AroundLoss | None = None
         self._always = cell.of_loss(chunks)
         # Of losses only the numbers are kept.
-        self._output = {again: new_output(cell, chunks, again=again) for again in (False, True)}
+        self._output = {flag: new_output(cell, chunks, recomputed=flag) for flag in (False, True)}
         if cell.gives_outputs:
             given = n_recomputed * self._output[True]
             given += (chunks - n_recomputed) * self._output[False]
@@ -280,15 +280,15 @@ class _Row:
         """Return what the micro-batch of an action holds before it."""
         if way.kind == "F":
             return 0
-        return self._new_graph if way.kind == "B" and way.again else self._held[way.again]
+        return self._new_graph if way.kind == "B" and way.recomputed else self._held[way.recomputed]
 
     def _after(self, way: _Way) -> int:
         """Return what the micro-batch of an action holds after it."""
-        return {"F": self._held[way.again], "R": self._new_graph, "B": 0}[way.kind]
+        return {"F": self._held[way.recomputed], "R": self._new_graph, "B": 0}[way.kind]
 
     def _given_by(self, way: _Way) -> int:
         """Return what a forward adds to those outputs of the caller's that no cell has."""
-        return self._output[way.again] if way.kind == "F" else 0
+        return self._output[way.recomputed] if way.kind == "F" else 0
 
     def moments(self) -> Iterator[Moment]:
         """Yield the highest moments up to the last forward, between the phases, and after."""
@@ -347,8 +347,10 @@ def optimizer_peak(cell: Cell) -> int:
 def _moments(cell: Cell, way: _Way, chunks: int) -> Iterator[Moment]:
     """Walk through one action of one cell, with only what this cell holds."""
     if way.kind == "B":
-        kept = cell.kept_of(chunks, again=way.again)
-        return cell.backward(again=way.again, gradients_exist=way.gradients_exist, kept=kept)
+        kept = cell.kept_of(chunks, recomputed=way.recomputed)
+        return cell.backward(
+            recomputed=way.recomputed, gradients_exist=way.gradients_exist, kept=kept
+        )
     if way.kind == "R":
         return cell.recompute(gradients_exist=way.gradients_exist)
-    return cell.forward(records=not way.again, gradients_exist=way.gradients_exist)
+    return cell.forward(records=not way.recomputed, gradients_exist=way.gradients_exist)

@@ -36,7 +36,7 @@ class Stream:
         kind: Kind of the actions that make it, or after whose end it waits.
         taker: The partition that takes it.
         n_bytes: Its bytes if the maker's cell is not recomputed.
-        n_bytes_again: Its bytes if the maker's cell is recomputed.
+        n_bytes_recomputed: Its bytes if the maker's cell is recomputed.
         only_if_recomputed: Whether there is one only for micro-batches that the taker recomputes,
             or only for those that it does not; None: for all.
         until: Kind of the taker's actions that it waits for. None: `kind`.
@@ -48,7 +48,7 @@ class Stream:
     kind: Kind
     taker: int
     n_bytes: int
-    n_bytes_again: int
+    n_bytes_recomputed: int
     only_if_recomputed: bool | None = None
     until: Kind | None = None
     is_held: bool = False
@@ -118,9 +118,9 @@ class Waiting:
         self._cells, self._order = cells, order
         shape = (order.n_partitions, 1 + int(order.micro_batches.max(initial=-1)))
         self._chunks = shape[1]
-        again = order.kinds == R
+        recomputed = order.kinds == R
         self._recomputed = np.zeros(shape, dtype=bool)
-        self._recomputed[order.partitions[again], order.micro_batches[again]] = True
+        self._recomputed[order.partitions[recomputed], order.micro_batches[recomputed]] = True
         # For each kind, partition and micro-batch, the action's place in its row.
         self._places = np.zeros((len(KINDS), *shape), dtype=np.int64)
         lengths = np.diff(order.offsets)
@@ -178,7 +178,7 @@ class Waiting:
         ended: dict[int, NDArray[np.int64]] = {}
         if self._goes_by_order:
             ended = {taker: self._ended_before(j, taker) for taker in {s.taker for s in streams}}
-        most = sum(max(stream.n_bytes, stream.n_bytes_again) for stream in streams)
+        most = sum(max(stream.n_bytes, stream.n_bytes_recomputed) for stream in streams)
         waits: NDArray[Any] = np.zeros(last - first, dtype=number_type(most * self._chunks))
         for stream in streams:
             kind = KINDS.index(stream.kind)
@@ -187,13 +187,13 @@ class Waiting:
             # It waits from the next action on, until the taker has it.
             since = made + 1
             until = np.maximum(since, self._until(j, stream, ended.get(stream.taker))[i])
-            again = self._recomputed[j, i]
+            recomputed = self._recomputed[j, i]
             exists = np.ones(len(i), dtype=bool)
             if stream.only_if_recomputed is not None:
                 exists = self._recomputed[stream.taker, i] == stream.only_if_recomputed
             for n_bytes, which in (
-                (stream.n_bytes, exists & ~again),
-                (stream.n_bytes_again, exists & again),
+                (stream.n_bytes, exists & ~recomputed),
+                (stream.n_bytes_recomputed, exists & recomputed),
             ):
                 if n_bytes and which.any():
                     changes = np.bincount(since[which], minlength=len(kinds) + 1)
@@ -276,11 +276,11 @@ def streams_of(cells: Sequence[Cell], j: int) -> list[Stream]:
     ways = [] if cell.is_last else [(cell.outputs, j + 1)]
     ways += [(frozenset(s.storages), bisect_right(ends, s.destination)) for s in cell.outgoing]
     for storages, taker in ways:
-        recorded, again = (
+        recorded, recomputed = (
             cell.bytes_of(storages - held),
-            cell.bytes_of(storages - (cell.kept_input - cell.handed_again)),
+            cell.bytes_of(storages - (cell.kept_input - cell.handed_recomputed)),
         )
-        found.append(Stream("F", taker, recorded, again))
+        found.append(Stream("F", taker, recorded, recomputed))
     back = [(cell.value, cell.input_gradient, j - 1)] if j else []
     back += [
         (storages, cell.gradient_of(storages), bisect_right(ends, skip.source))
@@ -296,7 +296,7 @@ def streams_of(cells: Sequence[Cell], j: int) -> list[Stream]:
             kept = cell.bytes_of(which)
             found.append(Stream("B", taker, kept, kept, only_if_recomputed=False, is_held=is_held))
         found += _kept_for_recompute(cell, cells[taker], taker, handed)
-    return [stream for stream in found if stream.n_bytes or stream.n_bytes_again]
+    return [stream for stream in found if stream.n_bytes or stream.n_bytes_recomputed]
 
 
 def _let_go(cell: Cell, storages: Storages) -> Iterator[tuple[bool, Storages]]:
@@ -331,12 +331,12 @@ def _kept_for_recompute(cell: Cell, other: Cell, taker: int, handed: Storages) -
             ("F", others, 0),
             ("R", 0, others),
         )
-        for kind, recorded, again in streams:
+        for kind, recorded, recomputed in streams:
             yield Stream(
                 kind,
                 taker,
                 recorded,
-                again,
+                recomputed,
                 only_if_recomputed=True,
                 until=until,
                 is_held=is_held,

@@ -86,7 +86,9 @@ def _held(
 ) -> HeldBytes:
     """Tell what partition j holds, whose last `n_recomputed` of so many are recomputed."""
     cell = cells[j]
-    recorded, recomputed = (_of_micro_batch(cell, chunks, again=again) for again in (False, True))
+    recorded, recomputed = (
+        _of_micro_batch(cell, chunks, recomputed=flag) for flag in (False, True)
+    )
     around, always = None, cell.of_loss(chunks)
     if cell.gives_outputs:
         n_recorded = chunks - n_recomputed
@@ -105,23 +107,27 @@ def _held(
     )
 
 
-def _of_micro_batch(cell: Cell, chunks: int, *, again: bool) -> CellBytes:
-    held = cell.held(again=again)
-    graph = cell.bytes_of(cell.graph - cell.handed_again) if again else held
+def _of_micro_batch(cell: Cell, chunks: int, *, recomputed: bool) -> CellBytes:
+    held = cell.held(recomputed=recomputed)
+    graph = cell.bytes_of(cell.graph - cell.handed_recomputed) if recomputed else held
     gradients = cell.all_gradients
     first_backward, backward = (
-        cell.backward(again=again, gradients_exist=exist, kept=cell.kept_of(chunks, again=again))
+        cell.backward(
+            recomputed=recomputed,
+            gradients_exist=exist,
+            kept=cell.kept_of(chunks, recomputed=recomputed),
+        )
         for exist in (False, True)
     )
     return CellBytes(
-        kept=held if again else 0,
+        kept=held if recomputed else 0,
         graph=graph,
-        forward=_most(cell.forward(records=not again, gradients_exist=False), held),
+        forward=_most(cell.forward(records=not recomputed, gradients_exist=False), held),
         recompute=_most(cell.recompute(gradients_exist=False), graph),
         first_backward=_most(first_backward, graph),
         backward=_most(backward, graph + gradients),
         # The last partition's outputs are kept for the caller; of a loss only the number.
-        output=new_output(cell, chunks, again=again),
+        output=new_output(cell, chunks, recomputed=recomputed),
     )
 
 

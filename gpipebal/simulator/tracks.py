@@ -180,13 +180,13 @@ class _Cells:
     """For every cell, by partition and micro-batch: its times, and whether it is recomputed."""
 
     def __init__(self, table: EventTable, n_partitions: int, chunks: int) -> None:
-        self.again = np.zeros((n_partitions, chunks), dtype=bool)
+        self.recomputed = np.zeros((n_partitions, chunks), dtype=bool)
         which = table.of_kind("R")
-        self.again[table.partitions[which], table.micro_batches[which]] = True
+        self.recomputed[table.partitions[which], table.micro_batches[which]] = True
         #: Seconds at which its forward, recompute and backward start, and end; infinity: it has
         #: none.
         self.starts, self.ends = (
-            {kind: np.full(self.again.shape, np.inf) for kind in "FRB"} for _ in range(2)
+            {kind: np.full(self.recomputed.shape, np.inf) for kind in "FRB"} for _ in range(2)
         )
         for kind, kinds in (("F", "F"), ("R", "R"), ("B", "BI")):
             which = table.of_kind(kinds)
@@ -204,7 +204,7 @@ class _Moments:
 
     def __init__(self, own: EventTable, cells: _Cells, late: float) -> None:
         self._own, self._cells, self._late = own, cells, late
-        self._again = cells.again[own.partitions, own.micro_batches]
+        self._recomputed = cells.recomputed[own.partitions, own.micro_batches]
         self._changes = np.zeros((len(HELD_KINDS), 2 * len(own)), dtype=np.int64)
         #: Times, places in the order, bytes.
         self._taken: list[tuple[Floats, Ints, Ints]] = []
@@ -225,11 +225,11 @@ class _Moments:
         elif len(made):
             exist[made[0] + 1 :] = True
             self._change(made[:1], _GRADIENTS, size.gradients, end=True)
-        self._change(forward & self._again, _INPUTS, size.recomputed.kept)
+        self._change(forward & self._recomputed, _INPUTS, size.recomputed.kept)
         self._change(recompute, _INPUTS, -size.recomputed.kept)
         for cell, is_so, makes in (
-            (size.recorded, ~self._again, forward),
-            (size.recomputed, self._again, recompute),
+            (size.recorded, ~self._recomputed, forward),
+            (size.recomputed, self._recomputed, recompute),
         ):
             left = cell.graph if cell.weights is None else cell.weights
             self._change(makes & is_so, _GRAPHS, cell.graph)
@@ -275,10 +275,10 @@ class _Moments:
         """Let what some actions make wait until others take it."""
         made = np.flatnonzero(makes)
         micro_batches = self._own.micro_batches[made]
-        n_bytes = np.where(self._again[made], stream.n_bytes_again, stream.n_bytes)
+        n_bytes = np.where(self._recomputed[made], stream.n_bytes_recomputed, stream.n_bytes)
         if stream.only_if_recomputed is not None:
-            again = self._cells.again[stream.taker, micro_batches]
-            n_bytes = np.where(again == stream.only_if_recomputed, n_bytes, 0)
+            recomputed = self._cells.recomputed[stream.taker, micro_batches]
+            n_bytes = np.where(recomputed == stream.only_if_recomputed, n_bytes, 0)
         times = self._cells.ends if stream.at_end else self._cells.starts
         at = times[stream.taken_by][stream.taker, micro_batches]
         # What is taken as soon as it is made never waits.

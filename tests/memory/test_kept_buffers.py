@@ -130,8 +130,8 @@ def test_copies_last_from_forward_to_recompute_by_hand() -> None:
     layers = tuple(replace(layer, kept_buffer_bytes=1000) for layer in profile.layers)
     with_copies = replace(profile, layers=layers)
     without, cell = (Cell(p, 1, 2, None, False) for p in (profile, with_copies))
-    assert cell.held(again=True) == without.held(again=True) + 1000 == 1010
-    assert cell.held(again=False) == without.held(again=False)
+    assert cell.held(recomputed=True) == without.held(recomputed=True) + 1000 == 1010
+    assert cell.held(recomputed=False) == without.held(recomputed=False)
     for records, more in ((False, 1000), (True, 0)):
         now, before = (
             [m.activations for m in one.forward(records=records, gradients_exist=False)]
@@ -142,8 +142,8 @@ def test_copies_last_from_forward_to_recompute_by_hand() -> None:
         [m.activations for m in one.recompute(gradients_exist=False)] for one in (cell, without)
     )
     assert now == [n_bytes + 1000 for n_bytes in before]
-    assert list(cell.backward(again=True, gradients_exist=False)) == list(
-        without.backward(again=True, gradients_exist=False)
+    assert list(cell.backward(recomputed=True, gradients_exist=False)) == list(
+        without.backward(recomputed=True, gradients_exist=False)
     )
     peaks, plain = (
         partition_memory(p, (0, 1, 2), chunks=4, checkpoint="always")

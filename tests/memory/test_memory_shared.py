@@ -352,19 +352,21 @@ def test_a_cell_without_a_gradient_keeps_nothing_by_hand() -> None:
     """Where no output has a gradient nothing waits for a backward; else inputs without one do."""
     profile = replace(chain(), without_gradient=(1, 3))  # outputs of the first two layers
     before = cell(profile, 1, 2)
-    assert (before.held(again=False), before.held(again=True)) == (0, 0)
-    assert [sum(m) for m in before.backward(again=False, gradients_exist=False)] == [0]
+    assert (before.held(recomputed=False), before.held(recomputed=True)) == (0, 0)
+    assert [sum(m) for m in before.backward(recomputed=False, gradients_exist=False)] == [0]
     assert [sum(m) for m in before.recompute(gradients_exist=False)] == [0]
     behind = cell(profile, 2, 3)
-    assert (behind.held(again=False), behind.held(again=True)) == (100, 10)
+    assert (behind.held(recomputed=False), behind.held(recomputed=True)) == (100, 10)
     # The gradient of its output, 10, and none of its input.
-    assert [m.transient - 10 for m in behind.backward(again=False, gradients_exist=False)] == [10]
-    assert cell(chain(), 2, 3).held(again=False) == 110
+    assert [m.transient - 10 for m in behind.backward(recomputed=False, gradients_exist=False)] == [
+        10
+    ]
+    assert cell(chain(), 2, 3).held(recomputed=False) == 110
     # In one memory the receiver is charged with what a graph before it holds.
     layers = list(profile.layers)
     layers[1] = replace(layers[1], saved=(2, 3))
     profile = replace(profile, layers=tuple(layers))
-    assert cell(profile, 2, 3, shared=True).held(again=False) == 110
+    assert cell(profile, 2, 3, shared=True).held(recomputed=False) == 110
 
 
 def test_the_callers_input_counts_once_in_one_memory() -> None:
@@ -372,8 +374,8 @@ def test_the_callers_input_counts_once_in_one_memory() -> None:
     profile = chain()
     layers = [replace(layer, outputs=(*layer.outputs, 8)) for layer in profile.layers]
     profile = replace(profile, layers=tuple(layers), storages=(*profile.storages, 500), inputs=(8,))
-    assert cell(profile, 1, 2, shared=True).held(again=True) == 10
-    assert cell(profile, 1, 2).held(again=True) == 510
+    assert cell(profile, 1, 2, shared=True).held(recomputed=True) == 10
+    assert cell(profile, 1, 2).held(recomputed=True) == 510
     peaks = partition_memory(profile, (0, 2, 4), chunks=CHUNKS, checkpoint="always")
     one = partition_memory(
         profile, (0, 2, 4), chunks=CHUNKS, checkpoint="always", shared_memory=True
@@ -394,7 +396,7 @@ def test_what_is_handed_through_to_the_end_comes_back_once() -> None:
     through = replace(profile, layers=(layers[0], known, *layers[2:]))
 
     def transients(profile: gb.Profile, first: int) -> list[int]:
-        moments = cell(profile, first, 2).backward(again=False, gradients_exist=True)
+        moments = cell(profile, first, 2).backward(recomputed=False, gradients_exist=True)
         return [moment.transient for moment in moments]
 
     # Ten that it starts from; ten that the second layer makes; those flow into the first.
@@ -409,7 +411,7 @@ def test_tied_gradients_by_hand() -> None:
     profile = replace(chain(), ties=(TieProfile((0, 2, 3), 600, 600),))
 
     def walk(first: int, end: int, *, exist: bool) -> list[tuple[int, int]]:
-        moments = cell(profile, first, end).backward(again=False, gradients_exist=exist)
+        moments = cell(profile, first, end).backward(recomputed=False, gradients_exist=exist)
         return [(moment.gradients, moment.transient - 10 * (end < 4)) for moment in moments]
 
     # From the last layer on; layer 3 makes 1000 bytes, of which 600 wait for layer 2, which adds

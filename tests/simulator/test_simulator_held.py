@@ -179,12 +179,12 @@ def slowly(timeline: Timeline, sizes: list[HeldBytes], time: float) -> list[int]
         if size.gradients_exist or end_of_first_gradient(j) <= time:
             held[j] += size.gradients
     for j, i in {(j, i) for j, _, i in cells}:
-        again = (j, "R", i) in cells
-        size = sizes[j].recomputed if again else sizes[j].recorded
+        recomputed = (j, "R", i) in cells
+        size = sizes[j].recomputed if recomputed else sizes[j].recorded
         ends = {kind: spans.get((j, kind, i), never) for kind in "FRBIW"}
-        graph_from = ends["R" if again else "F"][0]
+        graph_from = ends["R" if recomputed else "F"][0]
         graph_to = min(ends["B"][1], ends["I"][1])
-        if again and ends["F"][0] <= time < ends["R"][0]:
+        if recomputed and ends["F"][0] <= time < ends["R"][0]:
             held[j] += size.kept
         if graph_from <= time < graph_to:
             held[j] += size.graph
@@ -211,7 +211,7 @@ def slowly(timeline: Timeline, sizes: list[HeldBytes], time: float) -> list[int]
             assert made is not None and taken is not None
             exists = stream.only_if_recomputed in (None, taker_again)
             if exists and made[1] <= time < taken[0]:
-                held[j] += stream.n_bytes_again if again else stream.n_bytes
+                held[j] += stream.n_bytes_recomputed if recomputed else stream.n_bytes
     devices = [0] * timeline.n_devices
     for j, total in enumerate(held):
         devices[timeline.placement[j]] += total

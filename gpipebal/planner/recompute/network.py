@@ -101,7 +101,7 @@ class _Parts:
             moments = list(cell.forward(records=True, gradients_exist=gradients_exist))
             copies = [cell.copies_until(k) for k in range(len(moments))]
             return [moment.gradients + n for moment, n in zip(moments, copies, strict=True)]
-        moments = list(cell.backward(again=False, gradients_exist=gradients_exist))[::-1]
+        moments = list(cell.backward(recomputed=False, gradients_exist=gradients_exist))[::-1]
         return [
             sum(moment) - moment.activations - cell.backward_peak(k, layer, gradients_exist)
             for k, (moment, layer) in enumerate(zip(moments, cell.layers, strict=True))

@@ -65,7 +65,7 @@ class RunEnds:
         needs: Highest,
         changes: Sequence[Change],
         *,
-        again: bool,
+        recomputed: bool,
         exist: bool,
     ) -> None:
         """Correct the highest of the layers before the last of every run.
@@ -75,7 +75,7 @@ class RunEnds:
                 the last; changed where it is another for this end.
             needs: What each layer needs in a run that goes on after it.
             changes: What layers need in addition in the runs to some ends.
-            again: Whether the runs are recomputed before their backward.
+            recomputed: Whether the runs are recomputed before their backward.
             exist: Whether gradients exist when the backward begins.
 
         Complexity:
@@ -84,10 +84,10 @@ class RunEnds:
             a tied parameter; and O(N l) for each end where values are passed on that l layers have
             handed through.
         """
-        every = [*changes, *self._lasting(again, exist)]
+        every = [*changes, *self._lasting(recomputed, exist)]
         for end in needs.through(range(2, self._n + 1), every):
             last = self._last(end)
-            own = [less for less in self._own(end, again, exist) if less[0] < last]
+            own = [less for less in self._own(end, recomputed, exist) if less[0] < last]
             if own:
                 before[:, end - 1] = needs.before_less(last, own)
             elif needs.has_changed(last):
@@ -101,14 +101,14 @@ class RunEnds:
         """Tell whether a backward of the runs to an end starts from gradients it is given."""
         return end < self._n or self._chain.loss is None
 
-    def _lasting(self, again: bool, exist: bool) -> Iterator[Change]:
+    def _lasting(self, recomputed: bool, exist: bool) -> Iterator[Change]:
         """Yield what is added or subtracted for some ends in a row."""
         yield from self._ties.changes(exist)
         yield from self._gradients.changes(exist)
         for stretch in self._chain.handed:
-            yield from self._handed_from_before(stretch, again)
+            yield from self._handed_from_before(stretch, recomputed)
 
-    def _own(self, end: int, again: bool, exist: bool) -> Iterator[Less]:
+    def _own(self, end: int, recomputed: bool, exist: bool) -> Iterator[Less]:
         """Yield what is subtracted for one end alone."""
         last = self._last(end)
         if self._goes_on(end):
@@ -116,12 +116,12 @@ class RunEnds:
         if end < self._n and self._chain.shared_memory:
             for storage, handing in self._chain.handed_at[end].items():
                 if handing == end - 1:
-                    comes_in = self._handed_comes_in(storage, handing, end, again)
+                    comes_in = self._handed_comes_in(storage, handing, end, recomputed)
                     first = int(comes_in.min()) - 1
                     if first < last:
                         n_bytes = self._tables.chain.bytes[storage]
                         yield first, self._held(n_bytes, comes_in, first, last)
-        if end == self._n and self._chunks == 1 and self._chain.loss is None and not again:
+        if end == self._n and self._chunks == 1 and self._chain.loss is None and not recomputed:
             yield from self._kept_by_caller(last)
 
     def _copies_at_start(self, end: int, exist: bool) -> Iterator[Less]:
@@ -134,7 +134,7 @@ class RunEnds:
             first, last = min(at_begin), self._last(end)
             yield first, -self._row(copies).T.repeat(last - first, axis=1)
 
-    def _handed_from_before(self, stretch: Stretch, again: bool) -> Iterator[Change]:
+    def _handed_from_before(self, stretch: Stretch, recomputed: bool) -> Iterator[Change]:
         """Yield what runs pass on from layers before their last, at some ends in a row."""
         storage, begin, stop, last = stretch
         begin = max(begin, last + 2)
@@ -143,21 +143,21 @@ class RunEnds:
         # Longer runs may have it in their input, too.
         entered = (end for end in self._tables.inputs.ends_of(storage) if begin < end < stop)
         for ends in starmap(range, pairwise([begin, *entered, stop])):
-            comes_in = self._handed_comes_in(storage, last, ends.start, again)
+            comes_in = self._handed_comes_in(storage, last, ends.start, recomputed)
             first, behind = int(comes_in.min()) - 1, ends.stop - 2
             if first < behind:
                 n_bytes = -self._tables.chain.bytes[storage]
                 yield Change(ends, first, partial(self._held, n_bytes, comes_in, first, behind))
 
-    def _handed_comes_in(self, storage: int, handing: int, end: int, again: bool) -> Table:
+    def _handed_comes_in(self, storage: int, handing: int, end: int, recomputed: bool) -> Table:
         """Return where runs to an end begin to hold what they pass on; `never`: nowhere.
 
-        Where they are recomputed (`again`), only if they have received it.
+        Where they are `recomputed`, only if they have received it.
         """
         inputs = self._tables.inputs
         mine = self._firsts <= handing
         mine &= self._firsts > self._chain.others_until.get(storage, -1)
-        if again:
+        if recomputed:
             mine &= inputs.have(storage, end)
         return np.where(mine, inputs.comes_in(storage, end), self._chain.never)
 

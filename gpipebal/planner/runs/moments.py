@@ -19,7 +19,7 @@ class RowMoment(NamedTuple):
     Attributes:
         kind: ``'F'``, ``'R'``, ``'B'``; ``'L'`` for the caller's loss between the phases; ``'O'``
             for the optimizer after them.
-        again: Whether the micro-batch at work is recomputed.
+        recomputed: Whether the micro-batch at work is recomputed.
         gradients_exist: Whether the parameters have gradients by then.
         forwards_done: Whether all forwards are over.
         n_graphs: Other micro-batches that hold a graph.
@@ -31,7 +31,7 @@ class RowMoment(NamedTuple):
     """
 
     kind: str
-    again: bool
+    recomputed: bool
     gradients_exist: bool
     forwards_done: bool
     n_graphs: int
@@ -69,7 +69,7 @@ def moments_of(
         [('F', 0, 2), ('F', 0, 3), ('B', 0, 3), ('R', 0, 2), ('B', 0, 2), ('O', 0, 0)]
     """
     chunks = sum(action.kind == "F" for action in row)
-    again = {action.micro_batch for action in row if action.kind == "R"}
+    recomputed = {action.micro_batch for action in row if action.kind == "R"}
     found: dict[tuple[str, bool, bool, bool], list[RowMoment]] = {}
     #: Of each kind of moments, by how much the counts changed from the last but one to the last.
     steps: dict[tuple[str, bool, bool, bool], tuple[int, ...]] = {}
@@ -88,8 +88,8 @@ def moments_of(
         early = kind == "R" and not backwards and loss_inside
         return forwards if kind == "F" or early else 0, backwards
 
-    def meet(kind: str, is_again: bool, n_graphs: int, n_inputs: int) -> None:
-        key = (kind, is_again, gradients_exist or backwards > 0, forwards == chunks)
+    def meet(kind: str, is_recomputed: bool, n_graphs: int, n_inputs: int) -> None:
+        key = (kind, is_recomputed, gradients_exist or backwards > 0, forwards == chunks)
         moments = found.setdefault(key, [])
         n_passed = n_graphs + (kind == "B") if waiting and kind != "O" else 0
         new = RowMoment(*key, n_graphs, n_inputs, *waits(kind), n_passed)
@@ -104,16 +104,16 @@ def moments_of(
         found[key], steps[key] = [*kept, new], step
 
     for action in row:
-        is_again = action.micro_batch in again
+        is_recomputed = action.micro_batch in recomputed
         if action.kind == "F":
-            meet("F", is_again, graphs, inputs)
-            graphs, inputs = graphs + (not is_again), inputs + is_again
+            meet("F", is_recomputed, graphs, inputs)
+            graphs, inputs = graphs + (not is_recomputed), inputs + is_recomputed
             forwards += 1
             if forwards == chunks and not loss_inside:
                 meet("L", False, graphs, inputs)
         else:
-            others = graphs - (not is_again), inputs - is_again
-            meet(action.kind, is_again, *others)
+            others = graphs - (not is_recomputed), inputs - is_recomputed
+            meet(action.kind, is_recomputed, *others)
             if action.kind == "B":
                 graphs, inputs = others
                 backwards += 1

@@ -165,12 +165,12 @@ class RunPeaks:
         outputs = self._outputs(moments, gradients_exist)
         highest: Table | None = None
         for moment in moments:
-            _, again, exist, _, n_graphs, n_inputs, n_given, n_returned, n_passed = moment
+            _, recomputed, exist, _, n_graphs, n_inputs, n_given, n_returned, n_passed = moment
             total = n_graphs * graphs + n_inputs * inputs
             if n_passed:
                 total += n_passed * self._passed
             if moment.kind != "L":
-                total = total + self._own(moment.kind, again, exist)
+                total = total + self._own(moment.kind, recomputed, exist)
                 if n_given:
                     total[:, :-1] += n_given * self._outgoing[:, :-1]
                 if n_returned:
@@ -234,19 +234,19 @@ class RunPeaks:
 
         return beside
 
-    def _own(self, kind: str, again: bool, exist: bool) -> Table:
+    def _own(self, kind: str, recomputed: bool, exist: bool) -> Table:
         """Return the most that the micro-batch at work has at one time."""
-        key = (kind, again, exist)
+        key = (kind, recomputed, exist)
         if key not in self._known:
             if kind == "B":
-                found = self._backward(again, exist)
+                found = self._backward(recomputed, exist)
             elif kind == "O":
                 found = self._all_gradients - self._ties.others + self._optimizer_peaks()
             else:
-                found = self._forward(kind == "R" or not again, exist)
-                if kind == "F" and again and self._idle.any():
+                found = self._forward(kind == "R" or not recomputed, exist)
+                if kind == "F" and recomputed and self._idle.any():
                     found = np.where(self._idle, self._forward(True, exist), found)
-                if again:
+                if recomputed:
                     found = found + self._kept_buffers
                 if kind == "R":
                     found = found - self._at_ends(self._tables.passing)
@@ -324,41 +324,41 @@ class RunPeaks:
                     copies = partial(n_bytes.repeat, writer + 1 - first, axis=1)
                     yield Change(ends, first, copies, slice(row, row + 1))
 
-    def _backward(self, again: bool, exist: bool) -> Table:
+    def _backward(self, recomputed: bool, exist: bool) -> Table:
         ends, made = self._ends, self._gradient_sums
         _, changes = self._tables.backward
-        inner = self._inner_needs(again, exist)
-        last = self._last_needs(again, exist)
+        inner = self._inner_needs(recomputed, exist)
+        last = self._last_needs(recomputed, exist)
         needs = Highest(self._from_first(inner))
         # Every layer but the last of the run; in a run of one layer there is none.
         none = np.full_like(inner[:, :1], self._none)
         before = np.take(np.concatenate([none, needs.running], axis=1), ends - 1, axis=1)
-        self._run_ends.correct(before, needs, changes, again=again, exist=exist)
+        self._run_ends.correct(before, needs, changes, recomputed=recomputed, exist=exist)
         highest = np.maximum(before, last) + self._started
         return highest + (self._all_gradients if exist else made[ends])
 
-    def _inner_needs(self, again: bool, exist: bool) -> Table:
+    def _inner_needs(self, recomputed: bool, exist: bool) -> Table:
         """Return what each layer's backward finds and needs, in runs that go on after it.
 
         Gradients of parameters that do not exist yet are counted from the end of the run on.
         """
         kept, _ = self._tables.backward
         needs = kept + (self._gradients.peaks(exist) + self._gradients.living)
-        if again:
+        if recomputed:
             needs = needs + self._saved_buffers[:, 1:]
         if not exist:
             # In addition to the first of a parameter's gradients there is a sum, or a copy.
             needs = needs - self._gradient_sums[1:] + self._ties.copies(len(self._chain.layers))
         return needs
 
-    def _last_needs(self, again: bool, exist: bool) -> Table:
+    def _last_needs(self, recomputed: bool, exist: bool) -> Table:
         """Return the same for the last layer of the run to each end."""
         tables, ends, layers = self._tables, self._ends, self._chain.layers
         peaks = self._column([backward_peak(layer, exist) for layer in layers])
         needs = self._at_ends(tables.kept) + peaks[ends - 1] + self._gradients.sums
         needs = needs - self._copies_not_made(exist)
-        needs = needs - (self._at_ends(tables.passing_kept) if again else self._handed)
-        if again:
+        needs = needs - (self._at_ends(tables.passing_kept) if recomputed else self._handed)
+        if recomputed:
             needs = needs + self._at_ends(self._saved_buffers)
         if not exist:
             tied = self._copies_of_last(self._ties.copies(len(layers)))
