@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from gpipebal.errors import BalanceError
-from gpipebal.memory.layer_runs import with_runs
+from gpipebal.memory.recomputed_runs import with_runs
 from gpipebal.plan import Plan
 from gpipebal.planner.assemble import step_time
 from gpipebal.planner.execution import Execution

@@ -25,7 +25,7 @@ from gpipebal.profiler.chain.failures import is_out_of_memory, left_out, memory_
 from gpipebal.profiler.chain.gradients import needs_gradient
 from gpipebal.profiler.chain.moving import value_to
 from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers
-from gpipebal.profiler.chain.value import Routes, Value
+from gpipebal.profiler.chain.value import SkipEnds, Value
 from gpipebal.profiler.memory.layer_memory import LayerMemory, number_gradients
 from gpipebal.profiler.memory.storages import measure_layer_memory
 from gpipebal.profiler.replicas.identity import Alike
@@ -81,7 +81,7 @@ class SizeWalk:
         arrived = Arrived.first(value, numbers)
         return cls(rows, arrived, numbers, arrived.storages)
 
-    def survey(self, routes: Routes, device: torch.device) -> Survey:
+    def survey(self, routes: SkipEnds, device: torch.device) -> Survey:
         """Return the findings, once all layers are done."""
         with memory_for("the output"):
             outputs = moved(self.arrived, device)
@@ -102,7 +102,7 @@ class _Twin:
 def walk_alone(
     names: Sequence[str],
     modules: Sequence[nn.Module],
-    routes: Routes,
+    routes: SkipEnds,
     walks: list[SizeWalk],
     device: torch.device,
     *,
@@ -193,7 +193,7 @@ def _survey_layer(
     k: int,
     name: str,
     replica: nn.Module,
-    routes: Routes,
+    routes: SkipEnds,
     device: torch.device,
     out_dims: Any,
     written: list[frozenset[int]] | None,

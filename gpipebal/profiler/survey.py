@@ -18,7 +18,7 @@ from gpipebal.pipeline.values.tensors import plain_parts
 from gpipebal.profile import SkipProfile
 from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers
-from gpipebal.profiler.chain.value import Routes, Value
+from gpipebal.profiler.chain.value import SkipEnds, Value
 from gpipebal.profiler.memory.flops import FlopCounter
 from gpipebal.profiler.memory.layer_memory import (
     ChainGradients,
@@ -117,7 +117,7 @@ def _differ(mine: Tensor, theirs: Tensor) -> bool:
     return any(not torch.equal(one, other) for one, other in pairs)
 
 
-def survey(chain: Chain, routes: Routes, scout: Scout | None = None) -> Survey:
+def survey(chain: Chain, routes: SkipEnds, scout: Scout | None = None) -> Survey:
     """Walk along a chain.
 
     Args:
@@ -150,7 +150,7 @@ def survey(chain: Chain, routes: Routes, scout: Scout | None = None) -> Survey:
 
 
 def describe_skips(
-    routes: Routes,
+    routes: SkipEnds,
     storages: dict[Key, tuple[int, ...]],
     gradients: ChainGradients,
 ) -> tuple[SkipProfile, ...]:

@@ -15,7 +15,7 @@ from gpipebal.pipeline.minibatch.loss import check_loss
 from gpipebal.profiler.chain.batch import Batch
 from gpipebal.profiler.chain.data import Data
 from gpipebal.profiler.chain.failures import memory_for
-from gpipebal.profiler.chain.value import Routes
+from gpipebal.profiler.chain.value import SkipEnds
 from gpipebal.profiler.setting import layers_of
 from gpipebal.profiler.step.optimizer import Maker, OptimizerLike
 from gpipebal.schedule import check_count
@@ -39,7 +39,7 @@ class Training:
     """
 
     layers: Mapping[str, nn.Module]
-    routes: Routes
+    routes: SkipEnds
     data: Data
     loss_fn: Callable[..., Tensor] | None
     optimizer: OptimizerLike | None

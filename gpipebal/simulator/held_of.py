@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from gpipebal.argument_kinds import check_kind
 from gpipebal.memory.cell import Cell, Moment
 from gpipebal.memory.fixed import fixed_memory
-from gpipebal.memory.layer_runs import with_runs
 from gpipebal.memory.loss import around_loss, new_output
 from gpipebal.memory.partitions import cells_of
+from gpipebal.memory.recomputed_runs import with_runs
 from gpipebal.memory.waiting import streams_of
 from gpipebal.plan import Plan
 from gpipebal.problem.bounds import check_bounds, to_bounds

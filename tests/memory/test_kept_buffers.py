@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import gpipebal as gb
 from gpipebal.memory import partition_memory
 from gpipebal.memory.cell import Cell
-from gpipebal.memory.layer_runs import with_runs
+from gpipebal.memory.recomputed_runs import with_runs
 from gpipebal.pipeline import GPipe, with_recompute
 from gpipebal.pipeline.layers.buffers import SMALL, Buffers
 from gpipebal.planner import recompute_layers

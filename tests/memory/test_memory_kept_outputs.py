@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.memory import partition_memory
-from gpipebal.memory.layer_runs import with_runs
+from gpipebal.memory.recomputed_runs import with_runs
 from gpipebal.pipeline import GPipe
 from gpipebal.skip import pop, skippable, stash
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import gpipebal as gb
 from gpipebal.memory import partition_memory
-from gpipebal.memory.layer_runs import with_runs
+from gpipebal.memory.recomputed_runs import with_runs
 from gpipebal.pipeline import (
     DeferredBatchNorm,
     convert_deferred_batch_norm,

@@ -19,8 +19,8 @@ import gpipebal as gb
 from gpipebal.errors import BalanceError, InfeasibleError
 from gpipebal.memory import partition_memory
 from gpipebal.memory.cell import Cell
-from gpipebal.memory.layer_runs import with_runs
 from gpipebal.memory.loss import loss_of_micro_batch
+from gpipebal.memory.recomputed_runs import with_runs
 from gpipebal.pipeline import with_recompute
 from gpipebal.planner import recompute_layers
 from gpipebal.planner.recompute.network import partition_network

@@ -18,15 +18,15 @@ from itertools import islice, takewhile
 from gpipebal.memory.cell import Cell, Storages
 from gpipebal.memory.fixed import fixed_memory
 from gpipebal.memory.layer_peaks import first_forward_peak
-from gpipebal.memory.layer_runs import (
+from gpipebal.memory.loss import around_loss
+from gpipebal.memory.partitions import optimizer_peak
+from gpipebal.memory.recomputed_runs import (
     InRun,
     given_to,
     leaves_input,
     recomputed_from,
     uses_skips,
 )
-from gpipebal.memory.loss import around_loss
-from gpipebal.memory.partitions import optimizer_peak
 from gpipebal.profile import LayerProfile
 from gpipebal.schedule import Action
 from gpipebal.solvers.knapsack.network import Arc, Ceiling, Network

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from gpipebal.errors import InfeasibleError
 from gpipebal.memory.cell import Cell
-from gpipebal.memory.layer_runs import with_nothing_saved_before, with_runs
 from gpipebal.memory.loss import loss_of_micro_batch
+from gpipebal.memory.recomputed_runs import with_nothing_saved_before, with_runs
 from gpipebal.plan import Plan
 from gpipebal.planner.devices import DeviceCosts
 from gpipebal.planner.evaluate import evaluate

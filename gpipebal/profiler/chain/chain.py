@@ -30,7 +30,7 @@ from gpipebal.profiler.chain.gradients import from_before
 from gpipebal.profiler.chain.outputs import dims_of_leaves
 from gpipebal.profiler.chain.value import (
     Record,
-    Routes,
+    SkipEnds,
     Value,
     as_leaves,
     cloned,
@@ -80,7 +80,7 @@ class Chain:
         device: torch.device,
         start: Value,
         *,
-        routes: Routes | None = None,
+        routes: SkipEnds | None = None,
         first: int = 0,
         only_inputs: bool = False,
         out_dims: Any = None,

@@ -18,7 +18,7 @@ from gpipebal.skip.tracker import Key
 
 __all__ = [
     "Record",
-    "Routes",
+    "SkipEnds",
     "Value",
     "as_leaves",
     "cloned",
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 #: Skips of a chain: the layer that stashes, and the one that pops.
-Routes = Mapping[Key, tuple[int, int]]
+SkipEnds = Mapping[Key, tuple[int, int]]
 
 
 @dataclass

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gpipebal.errors import ModelError
 from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.numbers import Arrived, Numbers
-from gpipebal.profiler.chain.value import Routes, Value
+from gpipebal.profiler.chain.value import SkipEnds, Value
 from gpipebal.profiler.estimate.backends import acting_as, note_fast_paths
 from gpipebal.profiler.estimate.constants import Constants
 from gpipebal.profiler.estimate.costs import Costs, find_costs
@@ -85,7 +85,7 @@ class Walk:
         self,
         names: Sequence[str],
         layers: Sequence[nn.Module],
-        routes: Routes,
+        routes: SkipEnds,
         rates: DeviceRates,
         told: Callable[[], None] = lambda: None,
         *,

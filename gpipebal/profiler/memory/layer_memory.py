@@ -12,7 +12,7 @@ from gpipebal.errors import ProfileError
 from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profile import LayerProfile
 from gpipebal.profiler.chain.numbers import Numbers, distinct_numbers
-from gpipebal.profiler.chain.value import Routes
+from gpipebal.profiler.chain.value import SkipEnds
 from gpipebal.profiler.memory.backward_peaks import BackwardPeaks, GivenMemory
 from gpipebal.profiler.replicas.replica import kept_by
 from gpipebal.skip.tracker import Key
@@ -161,7 +161,7 @@ class ChainGradients(NamedTuple):
 
 
 def number_gradients(
-    memory: Sequence[LayerMemory], routes: Routes, numbers: Numbers
+    memory: Sequence[LayerMemory], routes: SkipEnds, numbers: Numbers
 ) -> ChainGradients:
     """Number the memory of all gradients of a chain, from its end to its beginning.
 
