@@ -250,6 +250,47 @@ def taken(advice: str, profile: gb.Profile, n_devices: int, options: dict[str, A
     return solve_grid(profile, options.pop("n_devices", n_devices), **options).best
 
 
+def test_a_grid_is_advised_no_other_schedule() -> None:
+    """Where `solve` would have a plan with it, a grid has none."""
+    profile = gb.Profile.from_costs(
+        [1.0] * 4,
+        output_bytes=[10, 10, 10, 100],
+        saved_bytes=[100] * 4,
+        parameter_bytes=[500] * 4,
+        chunks=8,
+    )
+    options: dict[str, Any] = {"checkpoint": "never", "memory_limit": 1450}
+    with pytest.raises(BalanceError, match="schedule='1f1b'"):
+        solve(profile, 1, **options)
+    with pytest.raises(BalanceError) as error:
+        solve_grid(profile, 1, **options)
+    assert "schedule" not in str(error.value)
+    assert str(error.value).rpartition("Fix: ")[2].startswith("memory_limit=")
+
+
+@pytest.mark.parametrize(
+    ("limit", "fix"),
+    [
+        (8, ["n_devices=12, and memory_limit=20, and method='auto'"]),
+        (60, ["n_devices=12, and method='auto'"]),
+    ],
+)
+def test_a_method_that_knows_no_limit_hides_no_advice(limit: int, fix: list[str]) -> None:
+    """It is in the way of every number of devices, and may not be all that is."""
+    profile = profile_of([1] * 6, [10] * 6, rows=1, chunks=5)
+    options: dict[str, Any] = {
+        "checkpoint": "never",
+        "memory_limit": limit,
+        "method": "bisection",
+    }
+    with pytest.raises(BalanceError) as error:
+        solve_grid(profile, 13, **options)
+    advice = str(error.value).rpartition("Fix: ")[2].rstrip(".").split("; or ")
+    assert advice[:1] == fix
+    for one in advice:
+        assert taken(one, profile, 13, {**options, "method": "auto"}).plan is not None
+
+
 @settings(max_examples=examples(100), deadline=None, suppress_health_check=SLOW)
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=6), data=st.data())
 def test_advice_works_when_it_is_taken(sizes: list[int], data: st.DataObject) -> None:

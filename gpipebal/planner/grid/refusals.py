@@ -56,14 +56,21 @@ def no_plan(
 
 
 def of_grid(refusal: str, replicas: int) -> str:
-    """Reword the advice to take more partitions: in a grid, as more devices.
+    """Reword the advice for a grid: more partitions are more devices; another schedule is left out.
 
     Example:
-        >>> of_grid("partitions=2; or memory_limit=5", 3)
-        'n_devices=6; or memory_limit=5'
+        >>> of_grid("partitions=2; or schedule='1f1b'; or memory_limit=5.", 3)
+        'n_devices=6; or memory_limit=5.'
     """
+    what, fix, advice = refusal.rpartition("Fix: ")
+    changes = advice.removesuffix(".").split("; or ")
+    kept = [change for change in changes if "schedule=" not in change]
+    kept = kept or ["a smaller model, or fewer rows in a mini-batch"]
+    end = "." * advice.endswith(".")
     return re.sub(
-        r"\bpartitions=(\d+)", lambda found: f"n_devices={replicas * int(found[1])}", refusal
+        r"\bpartitions=(\d+)",
+        lambda found: f"n_devices={replicas * int(found[1])}",
+        f"{what}{fix}{'; or '.join(kept)}{end}",
     )
 
 
@@ -73,19 +80,25 @@ def _advice(error: GpipebalError, replicas: int) -> str:
 
 def other_counts(profile: Profile, n_devices: int, options: Options) -> str:
     """Say with which number of devices, or rows, replicas and partitions can share them."""
+    return f"{'; or '.join(_other_counts(profile, n_devices, options))}."
+
+
+def _other_counts(profile: Profile, n_devices: int, options: Options) -> list[str]:
     ways = _nearest_ways(profile, n_devices, options)
     works = (way for way in ways[:_MOST_TRIED] if _fits(profile, *way, options))
     replicas, partitions = next(works, ways[0])
-    helps = [f"n_devices={replicas * partitions}"]
+    nearest = f"n_devices={replicas * partitions}"
     try:
         if not _fits(profile, replicas, partitions, options):
             solve(_sized(profile, replicas, options)[0], partitions, **_one_of(options))
     except GpipebalError as error:
+        if not isinstance(error, InfeasibleError) and options.get("method", "auto") != "auto":
+            # The method is in the way of every number: what helps is seen without it.
+            free = _other_counts(profile, n_devices, {**options, "method": "auto"})
+            return [f"{also}, and method='auto'" for also in free]
         also = _advice(error, replicas).partition("; or ")[0].rstrip(".")
-        helps = [also if also.startswith("n_devices=") else f"{helps[0]}, and {also}"]
-    else:
-        helps += _more_rows(profile, n_devices, options)
-    return f"{'; or '.join(helps)}."
+        return [also if "n_devices=" in also else f"{nearest}, and {also}"]
+    return [nearest, *_more_rows(profile, n_devices, options)]
 
 
 def _nearest_ways(profile: Profile, n_devices: int, options: Options) -> list[tuple[int, int]]:
