@@ -266,14 +266,17 @@ def test_from_plan_runs_the_plan() -> None:
 
 @pytest.mark.parametrize("options", [{"loss_inside": True}, {"schedule": "1f1b"}])
 def test_a_call_is_warned_of_that_a_limited_plan_is_not_made_for(options: dict[str, Any]) -> None:
-    """Once, and only with gradients: with the loss outside the pipeline it may need more memory."""
+    """Once, and only in training: with the loss outside the pipeline it may need more memory."""
     names = ["first", "act", "second"]
     profile = gb.Profile.from_costs([1.0, 1.0, 2.0], names=names, chunks=2)
     plan = gb.solve(profile, 2, memory_limit="1 GiB", **options)
-    pipe = GPipe.from_plan(chain(), plan, threads_per_partition=1)
+    model = chain()
+    pipe = GPipe.from_plan(model, plan, threads_per_partition=1)
     with torch.no_grad():
         pipe(torch.ones(2, 3))
-    pipe.step(torch.ones(2, 3), loss_fn=torch.sum)
+    pipe.eval()(torch.ones(2, 3))
+    pipe.train().step(torch.ones(2, 3), loss_fn=torch.sum)
+    gb.verify(model, pipe, torch.ones(2, 3), loss_fn=torch.mean)
     with pytest.warns(UserWarning, match=r"memory limit with the loss inside.*pipe\.step\("):
         pipe(torch.ones(2, 3))
     pipe(torch.ones(2, 3))

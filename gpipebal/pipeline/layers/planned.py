@@ -111,8 +111,8 @@ def is_for_step(plan: Plan) -> bool:
 
 
 def warn_of_call(pipe: Any) -> None:
-    """Warn once where a pipeline whose plan `is_for_step` is called with gradients."""
-    if pipe._is_for_step and torch.is_grad_enabled():
+    """Warn once where a pipeline whose plan `is_for_step` is called in training."""
+    if pipe._is_for_step and pipe.training and torch.is_grad_enabled():
         pipe._is_for_step = False
         warnings.warn(
             "the plan keeps its memory limit with the loss inside the pipeline, and pipe(x) leaves "
