@@ -127,7 +127,7 @@ def _step(plan: Plan) -> Iterator[str]:
     if plan.step_time >= _FAR_ABOVE * plan.makespan > 0:
         beside = {"loss and joining the outputs": plan.pause_time, "optimizer": plan.optimizer_time}
         rest = plan.step_time - plan.makespan - sum(time or 0.0 for time in beside.values())
-        others = "the way to the workers and back"
+        others = "the way to the workers and back, and what actions take besides their layers"
         others = others if plan.optimizer_time is not None else f"optimizer, {others}"
         others = f"loss, {others}" if plan.loss_inside else others
         beside[others] = rest if rest > _NEGLIGIBLE * plan.step_time else None

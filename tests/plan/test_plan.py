@@ -372,21 +372,24 @@ makespan 20.0 s; bubble 50.0 %; imbalance 1.400; \
 25.0 % above the split into equally many layers, which breaks a limit or a rule"""
 
 
+#: What else a step has.
+_REST = "the way to the workers and back, and what actions take besides their layers"
+
+
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
         (
             {"pause_time": 2.0, "optimizer_time": 5.0},
-            "loss and joining the outputs 2.00 s; optimizer 5.00 s; "
-            "the way to the workers and back 3.00 s.",
+            f"loss and joining the outputs 2.00 s; optimizer 5.00 s; {_REST} 3.00 s.",
         ),
         (
             {"loss_inside": True, "optimizer_time": 5.0},
-            "optimizer 5.00 s; loss, the way to the workers and back 5.00 s.",
+            f"optimizer 5.00 s; loss, {_REST} 5.00 s.",
         ),
         # As a file of an earlier version has it.
         ({"pause_time": 10.0}, "loss and joining the outputs 10.0 s."),
-        ({}, "optimizer, the way to the workers and back 10.0 s."),
+        ({}, f"optimizer, {_REST} 10.0 s."),
     ],
 )
 def test_a_step_far_above_the_makespan_names_its_parts(changes: Any, parts: str) -> None:
