@@ -40,8 +40,8 @@ __all__ = ["can_sweep", "sweep"]
 #: Orders of all forwards, then all backwards, and which backward is that of the last micro-batch.
 _SPARED = {"gpipe": "first", "gpipe_in_order": "last"}
 
-#: With fewer partitions a step of numpy takes longer than its actions one by one: 20 times as long
-#: with two, about as long with this many.
+#: With fewer partitions a step of numpy takes longer than its actions one by one: several times
+#: as long with two, about as long with this many.
 FEWEST_FOR_WAVES = 16
 
 
