@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 __all__ = [
+    "attribute_values",
     "attributes_in",
     "contents_of",
     "delete_entry",
@@ -73,6 +74,11 @@ def attributes_in(value: Any) -> dict[str, Any]:
     return found if issubclass(type(found), dict) else {}
 
 
+def attribute_values(value: Any) -> list[Any]:
+    """Return what these attributes are."""
+    return list(dict.values(attributes_in(value)))
+
+
 def set_entry(space: dict[Any, Any], key: Any, value: Any) -> None:
     """Set an entry of a dictionary."""
     _dict_class(space).__setitem__(space, key, value)
@@ -95,14 +101,14 @@ def _dict_in(value: Any) -> dict[Any, Any] | None:
     if issubclass(kind, dict):
         return value
     if issubclass(kind, UserDict):
-        return _dict_in(attributes_in(value).get("data"))
+        return _dict_in(dict.get(attributes_in(value), "data"))
     # A view has no way to its dictionary but methods that ask that.
     return _dict_in(gc.get_referents(value)[0]) if kind is MappingProxyType else None
 
 
 def _row_in(value: Any) -> Any:
     if issubclass(type(value), UserList):
-        value = attributes_in(value).get("data")
+        value = dict.get(attributes_in(value), "data")
     return value if issubclass(type(value), _ROWS) else None
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gpipebal.contents import attributes_in, contents_of, pairs_of
+from gpipebal.contents import attribute_values, contents_of, pairs_of
 
 __all__ = ["deep_copy"]
 
@@ -137,4 +137,4 @@ def _parts_of(value: Any) -> Iterable[Any]:
     if pairs is not None:
         return [part for pair in pairs for part in pair]
     contents = contents_of(value)
-    return list(attributes_in(value).values()) if contents is None else contents
+    return attribute_values(value) if contents is None else contents

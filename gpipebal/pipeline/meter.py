@@ -11,7 +11,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from gpipebal.argument_kinds import check_kind
-from gpipebal.contents import attributes_in, contents_of
+from gpipebal.contents import attribute_values, contents_of
 from gpipebal.errors import KindError
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.layers.attributes import attributes_of
@@ -154,7 +154,7 @@ def optimizer_states(optimizer: Any) -> list[Mapping[Any, Mapping[str, Any]]]:
                 "list of several).\n"
                 "Fix: optimizer=torch.optim.SGD(pipe.parameters()), say."
             )
-        for value in attributes_in(one).values():
+        for value in attribute_values(one):
             parts = contents_of(value)
             for part in (value,) if parts is None else parts:
                 is_new = all(part is not known for known in optimizers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict, UserDict, deque
 from typing import Any
 
 import pytest
@@ -48,7 +48,16 @@ class _Liar:
 _Dict, _Ordered, _List, _Deque = map(_asks, (dict, OrderedDict, list, deque))
 FUNCTIONS = OrderedDict.__new__(_Ordered)
 OrderedDict.__setitem__(FUNCTIONS, "tanh", (nn.Tanh, {}))
-OTHERS = (_Dict(), _List(["a"]), _Deque(["a"]), _Liar())
+
+
+class _Bag:
+    """Has its attributes in a registry."""
+
+    def __init__(self) -> None:
+        self.__dict__ = _Dict(a=1)
+
+
+OTHERS = (_Dict(), _List(["a"]), _Deque(["a"]), _Liar(), _Bag())
 
 
 class _Uses(nn.Module):
@@ -77,12 +86,14 @@ def test_a_profile_asks_no_registry(method: Any) -> None:
     assert not ASKED
 
 
-def test_a_step_asks_no_registry_of_a_layer() -> None:
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_step_asks_no_registry_of_a_layer(deferred: bool) -> None:
     """Not even of those that the layer has as attributes."""
     model = nn.Sequential(_Uses(), nn.Linear(4, 1))
     model[0].registries = [FUNCTIONS, *OTHERS]  # type: ignore[assignment]
+    model[0].norm = nn.BatchNorm1d(4)
     ASKED.clear()
-    pipe = gb.GPipe(model, [1, 1], chunks=2, checkpoint="always")
+    pipe = gb.GPipe(model, [1, 1], chunks=2, checkpoint="always", deferred_batch_norm=deferred)
     pipe(torch.ones(4, 4)).sum().backward()
     pipe.close()
     assert not ASKED
@@ -126,3 +137,14 @@ def test_contents_are_those_of_the_plain_class() -> None:
     assert pairs is not None and ("a", 1) in pairs
     assert contents_of({"a": 1}) == contents_of((1,)) == contents_of(frozenset([1])) == [1]
     assert contents_of(3) is None and contents_of("abc") is None
+
+
+def test_attributes_in_a_registry_are_found() -> None:
+    """An object may have put one in the place of its own dictionary."""
+    bag: Any = _Bag()
+    wrapped, weight = UserDict[str, Any](), nn.Parameter(torch.ones(1))
+    bag.weight = weight
+    wrapped.__dict__ = _Dict(data={"a": bag})
+    ASKED.clear()
+    assert weights_reached(lambda: wrapped) == [weight]
+    assert not ASKED

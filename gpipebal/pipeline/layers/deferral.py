@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipebal.contents import attributes_in, contents_of
+from gpipebal.contents import attribute_values, contents_of
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.layers.batchnorm import DeferredBatchNorm, blank_deferred
 from gpipebal.pipeline.layers.modules import own_state, shallow_copy
@@ -166,19 +166,20 @@ def _leads_to(value: Any, modules: set[int], seen: set[int]) -> bool:
         return False
     seen.add(id(value))
     inside: Iterable[Any] = ()
-    if isinstance(value, nn.Module):
+    kind = type(value)  # what an object says of its class may be anything, or raise
+    if issubclass(kind, nn.Module):
         if id(value) in modules:
             return True
         inside = value._modules.values()
     elif (contents := contents_of(value)) is not None:
         inside = contents
-    elif issubclass(type(value), Mapping):
-        inside = attributes_in(value).values()
-    elif isinstance(value, functools.partial):
+    elif issubclass(kind, Mapping):
+        inside = attribute_values(value)
+    elif issubclass(kind, functools.partial):
         inside = (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, types.MethodType):
+    elif issubclass(kind, types.MethodType):
         inside = (value.__self__,)
-    elif isinstance(value, types.FunctionType):
+    elif issubclass(kind, types.FunctionType):
         inside = _contents(value)
     return any(_leads_to(each, modules, seen) for each in inside)
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipebal.contents import attributes_in, contents_of, size_of
+from gpipebal.contents import attribute_values, contents_of, size_of
 from gpipebal.pipeline.layers.attributes import attributes_of
 from gpipebal.pipeline.values.tensors import has_storage
 from gpipebal.profiler.replicas.caches import caches_kept, codes_of, global_names, is_others
@@ -135,7 +135,7 @@ def _inside(value: Any) -> Iterable[Any]:
         return [each for name, each in vars(value).items() if name not in kept]
     call = inspect.getattr_static(kind, "__call__", None)
     used = [call] if isinstance(call, types.FunctionType) else []
-    return [*attributes_in(value).values(), *used]
+    return [*attribute_values(value), *used]
 
 
 def _methods_of(kind: type) -> Iterator[Any]:
