@@ -231,6 +231,20 @@ def test_what_a_layers_own_hooks_keep_is_saved(how: str, method: str) -> None:
     assert saved_tensors_hooks.__enter__.__module__ == "torch.autograd.graph"
 
 
+def test_what_others_do_where_hooks_are_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is done meanwhile too, and not taken away."""
+    entered, plain = list[Any](), saved_tensors_hooks.__enter__
+
+    def enter(self: saved_tensors_hooks) -> None:
+        entered.append(self)
+        plain(self)
+
+    monkeypatch.setattr(saved_tensors_hooks, "__enter__", enter)
+    with own_hooks_seen(), saved_tensors_hooks(lambda t: t, lambda t: t) as _:
+        assert len(entered) == 1
+    assert saved_tensors_hooks.__enter__ is enter
+
+
 def test_hooks_that_have_packed_nothing_keep_nothing() -> None:
     """Nor does what was packed for a result that was not used."""
     x = torch.ones(4, requires_grad=True)

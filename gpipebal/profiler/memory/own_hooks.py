@@ -63,6 +63,7 @@ class OwnHooks:
 
 
 _seen_by: ContextVar[OwnHooks | None] = ContextVar("gpipebal_own_hooks", default=None)
+# What torch does, or whoever has put something in its place.
 _enter = saved_tensors_hooks.__enter__
 
 
@@ -101,11 +102,14 @@ def _seen_enter(self: saved_tensors_hooks) -> None:
 
 
 def _install() -> None:
+    global _enter
+    _enter = saved_tensors_hooks.__enter__
     saved_tensors_hooks.__enter__ = _seen_enter  # type: ignore[method-assign]
 
 
 def _remove() -> None:
-    saved_tensors_hooks.__enter__ = _enter  # type: ignore[method-assign]
+    if saved_tensors_hooks.__enter__ is _seen_enter:
+        saved_tensors_hooks.__enter__ = _enter  # type: ignore[method-assign]
 
 
 _blocks = SharedBlocks(_install, _remove)
