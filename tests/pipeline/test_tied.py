@@ -361,6 +361,36 @@ def test_a_tied_parameter_has_one_hook(anew: str, monkeypatch: pytest.MonkeyPatc
     assert torch.equal(found[0], found[2])
 
 
+def test_an_interrupt_before_the_hook_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next forward sets it; one that is set twice catches once."""
+    layer = nn.Linear(2, 2)
+    pipe = GPipe(nn.Sequential(layer, nn.Tanh(), layer), [1, 1, 1])
+    alive = [tied._user(parameter) for parameter in layer.parameters()]
+    made: list[Tensor] = []
+    catcher = tied._catcher
+
+    def interrupt(parameter: Tensor) -> Any:
+        raise KeyboardInterrupt
+
+    def count(parameter: Tensor) -> Any:
+        made.append(parameter)
+        return catcher(parameter)
+
+    monkeypatch.setattr(tied, "_catcher", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pipe(torch.ones(2, 2))
+    monkeypatch.setattr(tied, "_catcher", count)
+    found = []
+    for _ in range(2):
+        pipe.zero_grad()
+        pipe(torch.ones(2, 2)).sum().backward()
+        found.append(gradients(pipe)["0.weight"])
+        for user in alive:
+            tied._adder(user).metadata.clear()
+    assert sorted(map(id, made)) == sorted(2 * [id(layer.weight), id(layer.bias)])
+    assert torch.equal(*found)
+
+
 def test_a_refused_parameter_is_refused_at_every_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter that may not be shared is not taken for known once it has been refused."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -90,8 +90,9 @@ class TiedParameters:
         # for all pipelines: it asks the thread that runs it what is tied.
         node = _adder(user)
         if _CAUGHT not in node.metadata:
-            node.metadata[_CAUGHT] = True
+            # First the hook: an interrupt may come between. A second hook finds nothing to catch.
             node.register_prehook(_catcher(parameter))
+            node.metadata[_CAUGHT] = True
         self._users[parameter] = user
 
     @contextmanager
