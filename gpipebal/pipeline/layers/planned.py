@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -118,8 +120,24 @@ def warn_of_call(pipe: Any) -> None:
             "the plan keeps its memory limit with the loss inside the pipeline, and pipe(x) leaves "
             "the loss to the caller: it may need more memory. Fix: pipe.step(x, target=y, "
             "loss_fn=loss_fn); or a plan of solve(..., schedule='gpipe', loss_inside=False).",
-            stacklevel=6,  # behind `forward`, its wrapper and nn.Module
+            stacklevel=_level_of_caller(),
         )
+
+
+def _level_of_caller() -> int:
+    """Return where the code that calls a pipeline is, counted from the function that asks.
+
+    How many calls of torch are between depends on hooks, and on whether its compiler is loaded.
+    """
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and _is_within(frame):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _is_within(frame: types.FrameType) -> bool:
+    home = str(frame.f_globals.get("__name__", ""))
+    return home.partition(".")[0] in ("gpipebal", "torch")
 
 
 def plan_warnings(
