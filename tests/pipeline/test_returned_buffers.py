@@ -143,6 +143,10 @@ class Recurrent(nn.Module):
         return new
 
 
+#: A script is not made with annotations that are texts.
+Recurrent.__annotations__["hidden"] = Tensor
+
+
 class LateTwice(nn.Module):
     """Doubles, late enough for the next micro-batch to have been through."""
 
@@ -151,12 +155,16 @@ class LateTwice(nn.Module):
         return 2 * x
 
 
+@pytest.mark.parametrize("scripted", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
-def test_a_hidden_state_that_is_the_output(checkpoint: CheckpointMode, grad: bool) -> None:
+def test_a_hidden_state_that_is_the_output(
+    checkpoint: CheckpointMode, grad: bool, scripted: bool
+) -> None:
     """The place of a buffer has got the output: it is copied, though a graph has computed it."""
     plain = nn.Sequential(Recurrent(), LateTwice())
-    pipe = GPipe(copy.deepcopy(plain), [1, 1], chunks=4, checkpoint=checkpoint)
+    first: Any = torch.jit.script(Recurrent()) if scripted else Recurrent()
+    pipe = GPipe(nn.Sequential(first, LateTwice()), [1, 1], chunks=4, checkpoint=checkpoint)
     inputs = torch.ones(4, 20_000)
     for _ in range(2):
         with torch.set_grad_enabled(grad):

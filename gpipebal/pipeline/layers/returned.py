@@ -73,12 +73,13 @@ class ReturnedTensors:
         self._modules = list(modules)
         self._buffers = buffers
         self._foreign = foreign
-        # Views of the modules' dictionaries, which show later changes.
-        self._views = [
-            values
-            for module in modules
-            for values in (module._parameters.values(), module._buffers.values())
+        held: list[Any] = [
+            names for module in modules for names in (module._parameters, module._buffers)
         ]
+        # Views of dictionaries show later changes. A scripted module has no dictionaries, and
+        # gives lists.
+        self._views = [names.values() for names in held if isinstance(names, dict)]
+        self._scripted = [names for names in held if not isinstance(names, dict)]
         self._seen: dict[int, _Seen] = {}
         self._written_parameters: set[BufferSlot] = set()
 
@@ -187,7 +188,9 @@ class ReturnedTensors:
 
     def _any_in(self, keys: Mapping[int, Any]) -> bool:
         """Tell quickly whether a buffer or parameter may have one of these storages."""
-        found = [one for one in chain.from_iterable(self._views) if one is not None]
+        scripted = (names.values() for names in self._scripted)
+        every = chain.from_iterable(chain(self._views, scripted))
+        found = [one for one in every if one is not None]
         if not _PLAIN.issuperset(map(type, found)):
             return True
         try:
