@@ -61,9 +61,9 @@ OTHERS = (_Dict(), _List(["a"]), _Deque(["a"]), _Liar(), _Bag())
 
 
 class _Uses(nn.Module):
-    """Names registries, and has one as an attribute of its class."""
+    """Names registries, and has some as attributes of its class."""
 
-    known = _Dict(relu=nn.ReLU)
+    known, late = _Dict(relu=nn.ReLU), _Liar()
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class _Uses(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x)
-        return y if y.dim() else (FUNCTIONS, OTHERS, self.known)  # type: ignore[return-value]
+        return y if y.dim() else (FUNCTIONS, OTHERS, self.known, self.late)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("method", ["measure", "estimate"])

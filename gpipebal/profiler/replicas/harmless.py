@@ -145,16 +145,18 @@ def _methods_of(kind: type) -> Iterator[Any]:
         name = names.pop()
         # Not of an instance: a scripted module has none until it is asked.
         method = inspect.getattr_static(kind, name, None)
-        if isinstance(method, property):
+        if issubclass(type(method), property):
             method = method.fget
-        elif isinstance(method, (staticmethod, classmethod)):
+        elif issubclass(type(method), (staticmethod, classmethod)):
             method = method.__func__
-        if isinstance(method, types.FunctionType) and (name == "forward" or not is_others(method)):
+        if issubclass(type(method), types.FunctionType) and (
+            name == "forward" or not is_others(method)
+        ):
             yield method
             called = {one for code in codes_of(_inmost(method)) for one in code.co_names} - seen
             seen |= called
             names += sorted(called)
-        elif isinstance(method, (nn.Module, Tensor)):
+        elif issubclass(type(method), (nn.Module, Tensor)):
             yield method
 
 
