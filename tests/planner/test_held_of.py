@@ -30,7 +30,7 @@ def without_optimizer(profile: gb.Profile) -> gb.Profile:
     """Leave out what the optimizer's step needs for a moment, which no track shows."""
     nothing = {"optimizer_peak_bytes": 0, "optimizer_carried_bytes": 0}
     layers = tuple(replace(layer, **nothing) for layer in profile.layers)
-    return replace(profile, layers=layers)
+    return replace(profile, layers=layers, step=replace(profile.step, optimizer_groups=()))
 
 
 def at_work(profile: gb.Profile) -> gb.Profile:
