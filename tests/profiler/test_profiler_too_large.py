@@ -203,7 +203,9 @@ def test_of_threads_side_by_side_each_lets_go_of_its_own(
     monkeypatch.setattr(measure, "visible_cores", lambda: 2)
     Limited.place = "" if of_loss else "later forward"
     layers, loss = ([], LimitedLoss()) if of_loss else ([Limited(4, 4)], None)
-    profile = profiled({"threads": 1, "partitions": 2}, *layers, loss_fn=loss)
+    # With time for all rounds the other thread goes on for as long as this one has not ended.
+    way = {"threads": 1, "partitions": 2, "timeout": 1000, "as_pipeline": False}
+    profile = profiled(way, *layers, loss_fn=loss)
     assert profile.provenance["side_by_side"] == 2 and is_left_out(profile)
     assert another_ran.is_set() and first[0] is not threading.current_thread()
     assert (LimitedLoss if of_loss else Limited).held.is_let_go()
