@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["explanation", "format_value", "plan_text"]
 
-#: A training step so many times as long as the makespan needs a word on what else takes time, ...
+#: A training step so many times as long as the makespan needs a word on what else takes time.
 _FAR_ABOVE = 1.3
-#: ... without what is a smaller fraction of it.
+#: A rest that is a smaller fraction of the step is not named there.
 _NEGLIGIBLE = 0.01
 
 
@@ -87,10 +87,11 @@ def _table(plan: Plan) -> str:
 
 
 def _footer(plan: Plan) -> str:
+    of_work = " without transfers" if any(_link_times(plan)) else ""
     parts = [
         f"makespan {format_seconds(plan.makespan)}",
         f"bubble {format_percent(plan.bubble_fraction)}",
-        f"imbalance {plan.imbalance:.3f}{' without transfers' * any(_link_times(plan))}",
+        f"imbalance {plan.imbalance:.3f}{of_work}",
     ]
     if plan.step_time is not None:
         parts.insert(1, f"training step {format_seconds(plan.step_time)}")
@@ -127,10 +128,13 @@ def _step(plan: Plan) -> Iterator[str]:
     if plan.step_time >= _FAR_ABOVE * plan.makespan > 0:
         beside = {"loss and joining the outputs": plan.pause_time, "optimizer": plan.optimizer_time}
         rest = plan.step_time - plan.makespan - sum(time or 0.0 for time in beside.values())
-        others = "the way to the workers and back, and what actions take besides their layers"
-        others = others if plan.optimizer_time is not None else f"optimizer, {others}"
-        others = f"loss, {others}" if plan.loss_inside else others
-        beside[others] = rest if rest > _NEGLIGIBLE * plan.step_time else None
+        if rest > _NEGLIGIBLE * plan.step_time:
+            others = ["loss"] if plan.loss_inside else []
+            others += ["optimizer"] if plan.optimizer_time is None else []
+            others += [
+                "the way to the workers and back, and what actions take besides their layers"
+            ]
+            beside[", ".join(others)] = rest
         parts = [f"{what} {format_seconds(time)}" for what, time in beside.items() if time]
         yield (
             f"The training step, {step}, has more than the makespan, which is of the layers alone: "

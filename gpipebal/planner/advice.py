@@ -315,7 +315,8 @@ def _milder(question: Question) -> Iterator[tuple[tuple[str, ...], Question]]:
 
 def _together(question: Question, words: Sequence[str], changed: Question) -> str:
     """Write several changes as one piece of advice."""
-    return ", ".join(words) + _STEP * (changed.loss_inside and not question.loss_inside)
+    needs_step = changed.loss_inside and not question.loss_inside
+    return ", ".join(words) + (_STEP if needs_step else "")
 
 
 def _more_of_both(question: Question) -> Iterator[tuple[str, Question]]:

@@ -224,8 +224,8 @@ def _of_paths(
         small = sum(map(sum, rows)) * max(1, repeats) < 2**62
         table = np.array(rows, dtype=np.int64 if small else object)
         # As in `Costs.makespan`: forwards up to a partition, its recompute, all backwards from it.
-        once, last_recompute, first_phase, second_phase, _ = table.T
-        slowest = np.maximum.accumulate(first_phase) + np.maximum.accumulate(second_phase)
+        once, last_recompute, forward_phase, backward_phase, _ = table.T
+        slowest = np.maximum.accumulate(forward_phase) + np.maximum.accumulate(backward_phase)
         return int((np.cumsum(once) + last_recompute + repeats * slowest).max())
 
     now = value(parts)
@@ -254,8 +254,10 @@ def _of_times(
     beside = [_without_two(pace) for pace in paces]
     total = sum(part.once for part in parts)
 
-    def value(once: int, first_phase: float, second_phase: float, load: float) -> float:
-        return load if objective == "bottleneck" else once + repeats * (first_phase + second_phase)
+    def value(once: int, forward_phase: float, backward_phase: float, load: float) -> float:
+        return (
+            load if objective == "bottleneck" else once + repeats * (forward_phase + backward_phase)
+        )
 
     now = value(total, *map(max, paces))
 
@@ -277,21 +279,21 @@ class _PartTimes(NamedTuple):
     Attributes:
         once: What a micro-batch takes on its way there and back.
         last_recompute: The recompute of the last micro-batch.
-        first_phase: What limits the pace of forwards.
-        second_phase: What limits the pace of recomputes and backwards.
+        forward_phase: What limits the pace of forwards.
+        backward_phase: What limits the pace of recomputes and backwards.
         load: What limits the pace of micro-batches.
     """
 
     once: int
     last_recompute: int
-    first_phase: int
-    second_phase: int
+    forward_phase: int
+    backward_phase: int
     load: int
 
     @property
     def paces(self) -> tuple[int, int, int]:
         """What limits a pace, which the largest partition decides."""
-        return self.first_phase, self.second_phase, self.load
+        return self.forward_phase, self.backward_phase, self.load
 
 
 class _Partitions:
@@ -312,7 +314,7 @@ class _Partitions:
         return _PartTimes(
             once=part.forward + part.backward + there + back,
             last_recompute=part.last_recompute,
-            first_phase=max(part.forward, there),
-            second_phase=max(part.backward + part.recompute, back),
+            forward_phase=max(part.forward, there),
+            backward_phase=max(part.backward + part.recompute, back),
             load=max(part.load, there + back),
         )

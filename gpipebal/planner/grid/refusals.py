@@ -66,7 +66,7 @@ def of_grid(refusal: str, replicas: int) -> str:
     changes = advice.removesuffix(".").split("; or ")
     kept = [change for change in changes if "schedule=" not in change]
     kept = kept or ["a smaller model, or fewer rows in a mini-batch"]
-    end = "." * advice.endswith(".")
+    end = "." if advice.endswith(".") else ""
     return re.sub(
         r"\bpartitions=(\d+)",
         lambda found: f"n_devices={replicas * int(found[1])}",
