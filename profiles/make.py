@@ -237,11 +237,12 @@ def make(stored: Stored, timeout: float | None = None) -> Profile:
 def subject_of(stored: Stored) -> Subject:
     """Return the model of a stored profile, with a mini-batch and what trains it."""
     if stored.of_benchmark:
-        sys.path.insert(0, str(BENCHMARK))
+        # The folder of the benchmark, and the one of the tools that all benchmarks share.
+        sys.path[:0] = [str(BENCHMARK), str(BENCHMARK.parent)]
         try:
             from prediction_benchmark.models import MODELS as BENCHMARK_MODELS
         finally:
-            sys.path.remove(str(BENCHMARK))
+            del sys.path[:2]
         model = next(model for model in BENCHMARK_MODELS if model.name == stored.model)
         return Subject(model.make, *model.make_batch(), model.loss_fn, model.optimizer)
     entry = MODELS[stored.model].configure(**stored.values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -68,6 +69,23 @@ def test_every_stored_profile_can_be_made_again(monkeypatch: pytest.MonkeyPatch)
         profile = Profile.load(path)
         assert profile.rows == stored.rows
         assert {other.rows for other in profile.other_sizes} == set(stored.other_rows)
+
+
+def test_script_finds_the_models_of_the_benchmark_by_itself() -> None:
+    """Started alone, with no path that another test or script has prepared."""
+    code = (
+        "import runpy, sys; names = runpy.run_path(sys.argv[1]);"
+        "print(*(type(names['subject_of'](stored).build()).__name__"
+        " for stored in names['STORED'] if stored.of_benchmark))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, str(FOLDER / "make.py")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert found.returncode == 0, found.stderr
+    assert set(found.stdout.split()) == {"Sequential"}
 
 
 def test_small_file_says_the_same() -> None:
