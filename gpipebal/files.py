@@ -349,8 +349,8 @@ def _check_names(record: Any) -> None:
 
 
 def _levels(record: Any) -> Iterator[list[Any]]:
-    """Yield the objects and lists of a record, then those inside of them, and so on."""
-    level = [record]
+    """Yield a record if it is an object or list, then those inside of it, and so on."""
+    level = [record] if isinstance(record, (dict, list, tuple)) else []
     while level:
         yield level
         level = [
