@@ -14,7 +14,6 @@ proceeds at one speed::
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -83,19 +82,6 @@ def place_sharing(
     return Timeline(table, order.n_partitions, "simulated", said)
 
 
-@dataclass
-class _Running:
-    """An action at work.
-
-    Attributes:
-        action: Its number.
-        left: Share of it that is still to do.
-    """
-
-    action: int
-    left: float = 1.0
-
-
 def _run(
     work: Work, alone: NDArray[np.float64], side_by_side: int, pause: float | None
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -111,36 +97,39 @@ def _run(
     position, last = order.offsets[:-1].tolist(), order.offsets[1:].tolist()
     starts, ends = np.zeros(n), np.zeros(n)
     done = [False] * n + [True, False]  # `nothing` has ended, `never` has not
-    running: dict[int, _Running] = {}
+    # Share of the action at work that is still to do, by partition.
+    left: dict[int, float] = {}
     now, barrier = 0.0, 0.0
     while True:
         for j, k in enumerate(position):
-            if j in running or k == last[j] or not done[need[k]]:
+            if j in left or k == last[j] or not done[need[k]]:
                 continue
             if pause is not None and kinds[k] != F and (forwards_left or now < barrier):
                 continue
-            running[j] = _Running(k)
+            left[j] = 1.0
             starts[k] = now
-        if not running:
+        if not left:
             if now >= barrier:
                 return starts, ends
             now = barrier
             continue
-        whole = sum(pressures[one.action] for one in running.values())
-        seconds = {
-            j: base[k] * (1.0 + pressures[k] * (whole - pressures[k]))
-            for j, k in ((j, one.action) for j, one in running.items())
-        }
-        step = min(one.left * seconds[j] for j, one in running.items())
+        whole = sum(pressures[position[j]] for j in left)
+        seconds = {}
+        for j in left:
+            k = position[j]
+            seconds[j] = base[k] * (1.0 + pressures[k] * (whole - pressures[k]))
+        step = min(share * seconds[j] for j, share in left.items())
         now += step
-        for j, one in list(running.items()):
-            one.left -= step / seconds[j] if seconds[j] else 1.0
-            if one.left <= DONE:
-                ends[one.action] = now
-                done[one.action] = True
-                position[j] += 1
-                del running[j]
-                if kinds[one.action] == F:
-                    forwards_left -= 1
-                    if not forwards_left and pause is not None:
-                        barrier = now + pause
+        for j in list(left):
+            left[j] -= step / seconds[j] if seconds[j] else 1.0
+            if left[j] > DONE:
+                continue
+            k = position[j]
+            ends[k] = now
+            done[k] = True
+            position[j] += 1
+            del left[j]
+            if kinds[k] == F:
+                forwards_left -= 1
+                if not forwards_left and pause is not None:
+                    barrier = now + pause
