@@ -57,6 +57,12 @@ class Order:
         """Number of partitions."""
         return len(self.devices)
 
+    @property
+    def shared_devices(self) -> tuple[int, ...] | None:
+        """Device of each partition; None: every device has one, in order."""
+        devices = tuple(self.devices.tolist())
+        return None if devices == tuple(range(self.n_devices)) else devices
+
     @classmethod
     def of(cls, schedule: Schedule) -> Order:
         """Write a schedule as columns; kinds and partitions must be known.
@@ -79,10 +85,8 @@ class Order:
 
     def schedule(self) -> Schedule:
         """Write the columns as a schedule."""
-        devices: tuple[int, ...] | None = tuple(self.devices.tolist())
-        if devices == tuple(range(self.n_devices)):
-            devices = None
-        return Schedule(self.name, tuple(self.row(d) for d in range(self.n_devices)), devices)
+        rows = tuple(self.row(d) for d in range(self.n_devices))
+        return Schedule(self.name, rows, self.shared_devices)
 
     def row(self, device: int) -> tuple[Action, ...]:
         """Return the actions of one device."""

@@ -92,36 +92,31 @@ def place(
         number = plain_number(pause)
         check_time("pause", number if number == number else pause)
         pause = number
-    if isinstance(schedule, Order) and not late_recompute and can_sweep(schedule, durations, pause):
-        starts, ends = sweep(schedule, durations, pause)
-        table = EventTable(
-            schedule.partitions, schedule.kinds, schedule.micro_batches, starts, ends
-        )
-        said = {"schedule": schedule.name, "pause": pause, **(provenance or {})}
-        return Timeline(table, schedule.n_partitions, "simulated", said)
-    given = isinstance(schedule, Schedule)
-    actions = check_rows(schedule) if isinstance(schedule, Schedule) else set()
-    order = Order.of(schedule) if isinstance(schedule, Schedule) else schedule
-    work = work_of(order, durations, late=late_recompute, overlap=overlap, check=given)
-    if work is not None and pause is not None:
-        _check_order_phases(order)
+    is_given = not isinstance(schedule, Order)
+    if isinstance(schedule, Schedule):
+        check_rows(schedule)
+        order = Order.of(schedule)
+    else:
+        order = schedule
+    if pause is not None:
+        check_phases(order)
+    said = {"schedule": order.name, "pause": pause}
+    if not (is_given or late_recompute) and can_sweep(order, durations, pause):
+        starts, ends = sweep(order, durations, pause)
+        table = EventTable(order.partitions, order.kinds, order.micro_batches, starts, ends)
+        said.update(provenance or {})
+        return Timeline(table, order.n_partitions, "simulated", said)
+    work = work_of(order, durations, late=late_recompute, overlap=overlap, check=is_given)
     times = None if work is None else _run(work, pause)
     if work is None or times is None:
-        whole = schedule if isinstance(schedule, Schedule) else order.schedule()
-        if pause is not None:
-            check_phases(whole.rows)
-        refuse(whole, actions or check_rows(whole), late=late_recompute)
-    devices: tuple[int, ...] | None = tuple(order.devices.tolist())
-    if devices == tuple(range(order.n_devices)):
-        devices = None
-    said = {"schedule": order.name, "pause": pause}
+        refuse(order.schedule(), late=late_recompute)
     if late_recompute:
         said["late_recompute"] = True
     if durations.has_transfers:
         said["overlap"] = overlap
     said.update(provenance or {})
     table = _events(work, times, durations)
-    return Timeline(table, order.n_partitions, "simulated", said, devices)
+    return Timeline(table, order.n_partitions, "simulated", said, order.shared_devices)
 
 
 def _events(work: Work, times: Times, durations: Durations) -> EventTable:
@@ -160,15 +155,6 @@ def _turns(order: Order) -> Ints:
     others = np.append(np.flatnonzero(order.kinds != F), order.n_actions)
     turns = others[np.searchsorted(others, order.offsets[:-1])]
     return np.minimum(turns, order.offsets[1:])
-
-
-def _check_order_phases(order: Order) -> None:
-    """Refuse a forward after an action of another kind."""
-    rows = np.repeat(np.arange(order.n_devices), np.diff(order.offsets))
-    late = (order.kinds == F) & (np.arange(order.n_actions) > _turns(order)[rows])
-    if late.any():
-        d = int(rows[np.flatnonzero(late)[0]])
-        check_phases([order.row(d)])
 
 
 def _optimizer_steps(order: Order, done: Floats, seconds: tuple[float, ...]) -> Columns:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence, Set
-from itertools import pairwise
+from collections.abc import Set
 from typing import NoReturn
+
+import numpy as np
 
 from gpipebal.argument_kinds import whole_number
 from gpipebal.errors import BalanceError
-from gpipebal.schedule import Action, Kind, Schedule
-from gpipebal.schedule.actions import ACTION_NAMES
+from gpipebal.schedule import Action, Kind, Order, Schedule
+from gpipebal.schedule.actions import ACTION_NAMES, F
 
 __all__ = ["check_phases", "check_rows", "refuse"]
 
@@ -18,8 +19,8 @@ __all__ = ["check_phases", "check_rows", "refuse"]
 _Cell = tuple[int, Kind, int]
 
 
-def check_rows(schedule: Schedule) -> set[_Cell]:
-    """Return all actions, after a check that each is known and occurs once, in its own row.
+def check_rows(schedule: Schedule) -> None:
+    """Verify that every action is known and occurs once, in the row of its own device.
 
     Raises:
         BalanceError: devices that are not those of the rows; an action that is unknown, occurs
@@ -70,28 +71,37 @@ def check_rows(schedule: Schedule) -> set[_Cell]:
                 f"schedule has gradients twice: {j}W{i} beside {j}B{i}, which is both parts "
                 f"(expected B, or I and W).\nFix: leave out {j}W{i}, or make {j}B{i} {j}I{i}."
             )
-    return seen
 
 
-def check_phases(rows: Sequence[Sequence[Action]]) -> None:
-    """Refuse a forward after a backward: with a pause each would wait for the other."""
-    for row in rows:
-        for before, action in pairwise(row):
-            if action.kind == "F" and before.kind != "F":
-                raise BalanceError(
-                    f"schedule can never finish with a pause: {action} stands after {before}, "
-                    "which waits for the last forward (expected all forwards first).\n"
-                    "Fix: pause=None."
-                )
+def check_phases(order: Order) -> None:
+    """Refuse a forward after a backward: with a pause each would wait for the other.
+
+    Raises:
+        BalanceError: there is one.
+    """
+    is_forward = order.kinds == F
+    after = is_forward.copy()
+    after[1:] &= ~is_forward[:-1]
+    after[order.offsets[:-1][np.diff(order.offsets) > 0]] = False  # the first of a row
+    if after.any():
+        place = int(after.argmax())
+        d = int(np.searchsorted(order.offsets, place, side="right")) - 1  # d: device
+        row, k = order.row(d), place - int(order.offsets[d])
+        raise BalanceError(
+            f"schedule can never finish with a pause: {row[k]} stands after {row[k - 1]}, "
+            "which waits for the last forward (expected all forwards first).\n"
+            "Fix: pause=None."
+        )
 
 
-def refuse(schedule: Schedule, actions: Set[_Cell], *, late: bool) -> NoReturn:
+def refuse(schedule: Schedule, *, late: bool) -> NoReturn:
     """Go through a schedule that can never finish, and say what waits for what.
 
     Raises:
         BalanceError: always.
     """
     n_partitions = schedule.n_partitions
+    actions: set[_Cell] = {action for row in schedule.rows for action in row}
     positions = [0] * schedule.n_devices
     done: set[_Cell] = set()
     waiting: dict[_Cell, list[int]] = {}
@@ -109,13 +119,10 @@ def refuse(schedule: Schedule, actions: Set[_Cell], *, late: bool) -> NoReturn:
             done.add(action)
             positions[d] += 1
             ready.extend(waiting.pop(action, ()))
-    stuck = [row[k] for row, k in zip(schedule.rows, positions, strict=True) if k < len(row)]
-    waits: Mapping[tuple[bool, Action], Action] = {
-        (missing in actions, action): Action(*missing)
-        for action in stuck
-        for missing in [
-            next(n for n in _needs(action, n_partitions, actions, late=late) if n not in done)
-        ]
+    waits = {
+        (need in actions, schedule.rows[d][positions[d]]): Action(*need)
+        for need, devices in waiting.items()
+        for d in devices
     }
     # Name an action whose need does not exist rather than one that waits for that action.
     exists, action = min(waits)
