@@ -31,7 +31,7 @@ from gpipebal.simulator import (
     durations_of,
     held_of,
 )
-from gpipebal.simulator.comparison import run_by
+from gpipebal.simulator.comparison import refused
 from gpipebal.solvers import split
 from gpipebal.units import count
 
@@ -121,7 +121,7 @@ def compare_schedules(
         links = links_of(profile, link)
     durations: dict[int, Durations] = {}
     held: dict[int, list[HeldBytes]] = {}
-    too_many = []
+    impossible: list[ScheduleRow] = []
     asked = [check_count("partitions_per_device", one) for one in _several(partitions_per_device)]
     if max(asked, default=1) < 2 and all(map(shares_devices, schedules)):
         raise BalanceError(
@@ -132,7 +132,10 @@ def compare_schedules(
         )
     for each in dict.fromkeys((1, *asked)):
         if each * n_devices > profile.n_layers:
-            too_many.append(each)
+            layers = count(profile.n_layers, "layer")
+            why = f"the chain has {layers} for {count(each * n_devices, 'partition')}."
+            names = filter(shares_devices, dict.fromkeys(schedules))
+            impossible += [refused(name, each, why) for name in names]
             continue
         bounds = _bounds(profile, each * n_devices, chunks, checkpoint)
         times = durations_of(profile, bounds, links=links)
@@ -154,25 +157,7 @@ def compare_schedules(
         held=held,
         overlap=overlap,
     )
-    refused = [
-        ScheduleRow(
-            schedule=name,
-            partitions_per_device=each,
-            makespan=None,
-            bubble_fraction=None,
-            imbalance=None,
-            peak_bytes=None,
-            run_by=run_by(name),
-            refusal=(
-                f"the chain has {count(profile.n_layers, 'layer')} for "
-                f"{count(each * n_devices, 'partition')}."
-            ),
-        )
-        for each in too_many
-        for name in dict.fromkeys(schedules)
-        if shares_devices(name)
-    ]
-    return replace(table, rows=(*table.rows, *refused), notes=notes)
+    return replace(table, rows=(*table.rows, *impossible), notes=notes)
 
 
 def _several(numbers: Any) -> Iterable[Any]:

@@ -28,7 +28,7 @@ from gpipebal.units import count, format_bytes, format_percent, format_seconds
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["ScheduleRow", "ScheduleTable", "compare_durations", "run_by"]
+__all__ = ["ScheduleRow", "ScheduleTable", "compare_durations", "refused"]
 
 
 @dataclass(frozen=True)
@@ -191,6 +191,7 @@ def compare_durations(
     chunks = check_count("chunks", chunks)
     rows = []
     for name in map(check_known_schedule, schedules):
+        known = KNOWN_SCHEDULES[name]
         for each, times in durations.items():
             if (each > 1) != shares_devices(name):
                 continue
@@ -198,10 +199,9 @@ def compare_durations(
             try:
                 order = order_of(name, n_devices, chunks, checkpoint, partitions_per_device=each)
             except BalanceError as error:
-                reason = str(error).replace("\n", " ")
-                rows.append(ScheduleRow(name, each, None, None, None, None, run_by(name), reason))
+                rows.append(refused(name, each, str(error).replace("\n", " ")))
                 continue
-            if not KNOWN_SCHEDULES[name].is_ours:
+            if not known.is_ours:
                 times = times.without_launches
             timeline = place(order, times, overlap=overlap)
             peak = None
@@ -215,18 +215,14 @@ def compare_durations(
                     bubble_fraction=timeline.bubble_fraction,
                     imbalance=timeline.imbalance,
                     peak_bytes=peak,
-                    run_by=run_by(name),
+                    run_by=known.run_by,
                 )
             )
     rows.sort(key=lambda row: (row.makespan is None, row.makespan or 0.0))
     return ScheduleTable(tuple(rows), n_devices, chunks, checkpoint)
 
 
-def run_by(schedule: str) -> str:
-    """Say what runs a schedule.
-
-    Example:
-        >>> run_by("1f1b"), run_by("zb_h1")
-        ('GPipe', 'torch.distributed.pipelining ScheduleInterleavedZeroBubble')
-    """
-    return KNOWN_SCHEDULES[schedule].run_by
+def refused(schedule: str, partitions_per_device: int, why: str) -> ScheduleRow:
+    """Return the row of a schedule that cannot be made."""
+    by = KNOWN_SCHEDULES[schedule].run_by
+    return ScheduleRow(schedule, partitions_per_device, None, None, None, None, by, why)

@@ -36,7 +36,6 @@ from gpipebal.schedule import (
     with_recomputes,
 )
 from gpipebal.simulator import Durations
-from gpipebal.simulator.comparison import run_by
 
 
 def rounds_of(size: int) -> Callable[..., Schedule]:
@@ -76,7 +75,7 @@ def test_the_table_knows_it(size: int) -> None:
     assert check_known_schedule("By made-up name") == "rounds"
     assert "rounds" in SCHEDULES
     assert "rounds" not in STUDIED
-    assert run_by("rounds") == "GPipe"
+    assert KNOWN_SCHEDULES["rounds"].run_by == "GPipe"
     for mode in MODES:
         rows = rounds_of(size)(3, 4, mode)
         assert make_schedule("rounds", 3, 4, mode) == rows
@@ -171,7 +170,7 @@ def test_a_schedule_that_nothing_runs_says_so(monkeypatch: pytest.MonkeyPatch) -
     plan = gb.solve(profile, 2, schedule="rounds", checkpoint="never")
     assert plan.makespan == makespan_of(rounds_of(2)(2, 4), [2.0, 2.0], [4.0, 4.0])
     assert plan.peak_bytes is None
-    assert run_by("rounds") == "nothing"
+    assert KNOWN_SCHEDULES["rounds"].run_by == "nothing"
     with pytest.raises(UnsupportedPlanError, match="memory is not known"):
         gb.solve(profile, 2, schedule="rounds", memory_limit="1 MiB")
     with pytest.raises(UnsupportedPlanError, match="run by nothing known here"):
