@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpipebal.cli.standard_output import libraries_on_standard_error
 from gpipebal.cli.words import (
     MAKE_MODEL,
     Commands,
@@ -16,7 +14,7 @@ from gpipebal.cli.words import (
     add_model,
     check_output,
     model_arguments,
-    own_words_hidden,
+    users_own_code,
 )
 
 if TYPE_CHECKING:
@@ -81,9 +79,7 @@ def _profile(options: argparse.Namespace) -> None:
     from gpipebal.tables import profile_table
 
     check_output(options.output)
-    # With --json whatever else is printed, by the user's own code too, is not the result.
-    to_error = libraries_on_standard_error() if options.json else nullcontext()
-    with to_error, own_words_hidden(options.model):
+    with users_own_code(options):
         profile = _profile_of(options)
         profile.save(options.output)
     if options.json:
@@ -105,32 +101,19 @@ def _profile_of(options: argparse.Namespace) -> Profile:
         chunks=options.chunks,
         with_values=options.estimate is None,
     )
-    terms = {
-        "chunks": options.chunks,
-        "loss_fn": workload.loss_fn,
-        "target": workload.target,
-        "optimizer": workload.make_optimizer,
-        **workload.parting,
-    }
-    if options.estimate is not None:
-        return profile_model(
-            workload.model,
-            workload.sample,
-            method="estimate",
-            rates=options.estimate,
-            partitions=options.partitions,
-            # Refused if they are given.
-            device=options.device,
-            threads=options.threads,
-            timeout=options.timeout,
-            **terms,
-        )
+    # An estimate refuses a device, threads and a timeout.
+    how = {} if options.estimate is None else {"method": "estimate", "rates": options.estimate}
     return profile_model(
         workload.model,
         workload.sample,
         device=options.device,
+        chunks=options.chunks,
         partitions=options.partitions,
         threads=options.threads,
         timeout=options.timeout,
-        **terms,
+        loss_fn=workload.loss_fn,
+        target=workload.target,
+        optimizer=workload.make_optimizer,
+        **how,
+        **workload.parting,
     )

@@ -5,18 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from contextlib import nullcontext
 from functools import partial
 
 from gpipebal.cli.question import sizes
-from gpipebal.cli.standard_output import libraries_on_standard_error
 from gpipebal.cli.words import (
     MAKE_MODEL,
     Commands,
     add_command,
     add_model,
     model_arguments,
-    own_words_hidden,
+    users_own_code,
 )
 
 __all__ = ["add_run"]
@@ -92,9 +90,7 @@ def add_run(commands: Commands) -> None:
 def _run(options: argparse.Namespace) -> None:
     from gpipebal.run import FILES, run
 
-    # With --json whatever else is printed, by the user's own code too, is not the result.
-    to_error = libraries_on_standard_error() if options.json else nullcontext()
-    with to_error, own_words_hidden(options.model):
+    with users_own_code(options):
         report = run(
             options.model,
             partitions=options.partitions,

@@ -8,10 +8,11 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypeAlias
 
+from gpipebal.cli.standard_output import libraries_on_standard_error
 from gpipebal.cli.typed import NOTHING, SIZES, Typed, size_word
 from gpipebal.errors import UsageError
 from gpipebal.files import why_not_writable
@@ -29,8 +30,8 @@ __all__ = [
     "complain",
     "model_arguments",
     "options_of",
-    "own_words_hidden",
     "say",
+    "users_own_code",
     "with_flags",
     "within_reach",
 ]
@@ -306,9 +307,11 @@ def model_arguments(options: argparse.Namespace) -> Mapping[str, Any]:
     """Read the words of ``--set``, for `gpipebal.run.load_workload`.
 
     Raises:
-        UsageError: a word is not ``NAME=VALUE``, or not what the built-in model can be built from.
+        UsageError: a word is not ``NAME=VALUE``.
     """
-    words: dict[str, str] = {}
+    from gpipebal.models.arguments import read_word
+
+    arguments = {}
     for word in options.set:
         name, equals, value = word.partition("=")
         if not equals or not name or not value:
@@ -316,20 +319,21 @@ def model_arguments(options: argparse.Namespace) -> Mapping[str, Any]:
                 f"argument of the model is not readable: --set {word} (expected NAME=VALUE).\n"
                 f"Fix: --set {name or 'layers'}=2, say."
             )
-        words[name] = value
-    from gpipebal.models.arguments import read_arguments, read_word
-
-    if options.model not in CATALOGUE:
-        return {name: read_word(word) for name, word in words.items()}
-    return read_arguments(options.model, words)
+        arguments[name] = read_word(value)
+    return arguments
 
 
 @contextmanager
-def own_words_hidden(model: str) -> Iterator[None]:
-    """Let the user's own code read no words of ours: a parser in it would refuse them."""
-    ours, sys.argv = sys.argv, [model]
+def users_own_code(options: argparse.Namespace) -> Iterator[None]:
+    """Keep the command and the user's own code, which runs in the block, out of each other's way.
+
+    It reads no words of ours: a parser in it would refuse them. And with ``--json`` whatever it
+    prints is not the result.
+    """
+    ours, sys.argv = sys.argv, [options.model]
     try:
-        yield
+        with libraries_on_standard_error() if options.json else nullcontext():
+            yield
     finally:
         sys.argv = ours
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from gpipebal.errors import UsageError
 from gpipebal.models.catalogue import CATALOGUE, Argument
 
-__all__ = ["check_argument", "check_arguments", "read_arguments", "read_word"]
+__all__ = ["check_argument", "check_arguments", "read_word"]
 
 _WORDS = {"yes": True, "true": True, "no": False, "false": False}
 
@@ -72,30 +72,3 @@ def read_word(word: str) -> bool | int | float | str:
         number = float(word)
         return number if math.isfinite(number) else word
     return word
-
-
-def read_arguments(model: str, words: Mapping[str, str]) -> dict[str, int | bool]:
-    """Read a built-in model's arguments from words, as a command line has them.
-
-    Args:
-        model: Name of a built-in model.
-        words: A word for each argument: a number, or yes, no, true or false.
-
-    Raises:
-        UsageError: a name is not known, or a word is not what the argument can be.
-
-    Example:
-        >>> read_arguments("gpt", {"layers": "2", "tie": "yes"})
-        {'layers': 2, 'tie': True}
-    """
-    values: dict[str, int | bool | str] = {}
-    for name, word in words.items():
-        argument = CATALOGUE[model].arguments.get(name)
-        # A value that cannot be read stays a word, which the check refuses.
-        values[name] = word
-        if argument is not None and isinstance(argument.default, bool):
-            values[name] = _WORDS.get(word.lower(), word)
-        elif word.removeprefix("-").isdecimal():
-            values[name] = int(word)
-    check_arguments(model, values)
-    return {name: value for name, value in values.items() if not isinstance(value, str)}
