@@ -91,29 +91,22 @@ def train_in_turns(
         tqdm(total=n_steps, desc="training", leave=False, disable=hidden) as bar,
     ):
         while len(step_times) <= steps:
+            is_plains_turn = False
             try:
-                seconds = timed(trainer.step, pipe.devices)
-            except (RuntimeError, MemoryError) as error:
-                if plain is None or not is_out_of_memory(error):
-                    raise
-                beside = f"The plain model does not fit on {place} beside the pipeline"
-                notes.append(f"{beside}: no comparison.")
-                plain, ways = None, []
-                _make_room(plain_model)
-                continue
-            step_times.append(seconds)
-            timelines.append(recorder.timeline)
-            bar.update()
-            try:
+                step_times.append(timed(trainer.step, pipe.devices))
+                timelines.append(recorder.timeline)
+                bar.update()
+                is_plains_turn = True
                 for where, threads in ways:
                     plain = plain or PlainTrainer(plain_model, workload, pipe.chunks, place)
                     with threads_set(threads):
                         times[where].append(timed(plain.step, [place]))
                     bar.update()
             except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
+                if not is_out_of_memory(error) or not (plain or is_plains_turn):
                     raise
-                notes.append(f"The plain model does not fit on {place}: no comparison.")
+                beside = "" if is_plains_turn else " beside the pipeline"
+                notes.append(f"The plain model does not fit on {place}{beside}: no comparison.")
                 plain, ways = None, []
                 _make_room(plain_model)
     del plain

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import importlib
-import inspect
 import os
-import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -19,12 +16,13 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from gpipebal.errors import UsageError
-from gpipebal.models import MODELS
+from gpipebal.models import MODELS, ModelEntry
 from gpipebal.pipeline.layers.chain import check_keyword_dims
 from gpipebal.pipeline.minibatch.loss import call_loss
 from gpipebal.pipeline.values.parting import chunk_sizes
 from gpipebal.profiler.chain.batch import Batch
 from gpipebal.profiler.step.optimizer import OptimizerFactory
+from gpipebal.run.function import call_function, named_by_path
 from gpipebal.schedule import check_count
 from gpipebal.units import count
 
@@ -145,44 +143,12 @@ def load_workload(
     torch.manual_seed(seed)
     if ":" in name:
         _refuse_sizes(name, rows=rows, image_size=image_size)
-        function = _find_function(name)
-        _check_arguments(name, function, arguments or {})
-        return _users_own(name, function(**(arguments or {})))
+        return _users_own(name, call_function(name, arguments or {}))
     if name not in MODELS:
-        if name.endswith(".py") or os.sep in name:
-            raise _no_path(name, "make_model")
-        nearest = difflib.get_close_matches(name, MODELS, n=1)
-        module, _, made_by = name.strip(".").rpartition(".")
-        named, made_by = (
-            (module, made_by) if module else (made_by or "package.module", "make_model")
-        )
-        own = f"{named}:{made_by}, where {made_by}() returns (model, sample)"
-        raise UsageError(
-            f"model is not known: model={name!r} (expected {', '.join(sorted(MODELS))}, or "
-            f"package.module:function).\n"
-            f"Fix: {nearest[0] if nearest else own}."
-        )
+        raise _unknown(name)
     entry = MODELS[name].configure(**(arguments or {}))
-    if image_size is not None and entry.image_size is None:
-        raise UsageError(
-            f"model takes no images: image_size={image_size} with model={name!r} (expected no "
-            "--image-size).\nFix: leave --image-size out."
-        )
-    size = image_size or entry.image_size
     n_rows = DEFAULT_ROWS if rows is None else rows
-    if size is not None and size < entry.smallest_image:
-        raise UsageError(
-            f"images are too small for the model: image_size={size} with model={name!r} (expected "
-            f"at least {entry.smallest_image}).\nFix: --image-size {entry.smallest_image}."
-        )
-    one_row = entry.image_size_of_one_row
-    if size is not None and size < one_row and min(chunk_sizes(n_rows, chunks)) < 2:
-        raise UsageError(
-            f"micro-batch is too small to normalise: rows={n_rows} in "
-            f"{count(chunks, 'micro-batch')} of "
-            f"images of {size} pixels (expected 2 rows in each, or {one_row} "
-            f"pixels).\nFix: --image-size {one_row}, or --rows {2 * chunks}."
-        )
+    size = _image_size(entry, image_size, n_rows, chunks)
     try:
         with nullcontext() if with_values else torch.device("meta"):
             model = entry.build()
@@ -229,6 +195,52 @@ def mean_of_squares(output: Any) -> Tensor:
     return torch.stack([tensor.square().sum().float() for tensor in wide]).sum() / n_values
 
 
+def _unknown(name: str) -> UsageError:
+    """Say what models there are, and which of them may be meant."""
+    if name.endswith(".py") or os.sep in name:
+        return named_by_path(name, "make_model")
+    nearest = difflib.get_close_matches(name, MODELS, n=1)
+    module, _, made_by = name.strip(".").rpartition(".")
+    named, made_by = (module, made_by) if module else (made_by or "package.module", "make_model")
+    own = f"{named}:{made_by}, where {made_by}() returns (model, sample)"
+    return UsageError(
+        f"model is not known: model={name!r} (expected {', '.join(sorted(MODELS))}, or "
+        f"package.module:function).\n"
+        f"Fix: {nearest[0] if nearest else own}."
+    )
+
+
+def _image_size(entry: ModelEntry, image_size: int | None, n_rows: int, chunks: int) -> int | None:
+    """Return the pixels of the side of a built-in model's images; None: it takes no images.
+
+    Raises:
+        UsageError: it takes none, or cannot be trained on so little data.
+    """
+    if entry.image_size is None:
+        if image_size is None:
+            return None
+        raise UsageError(
+            f"model takes no images: image_size={image_size} with model={entry.name!r} (expected "
+            "no --image-size).\nFix: leave --image-size out."
+        )
+    size = image_size or entry.image_size
+    if size < entry.smallest_image:
+        raise UsageError(
+            f"images are too small for the model: image_size={size} with model={entry.name!r} "
+            f"(expected at least {entry.smallest_image}).\n"
+            f"Fix: --image-size {entry.smallest_image}."
+        )
+    one_row = entry.image_size_of_one_row
+    if size < one_row and min(chunk_sizes(n_rows, chunks)) < 2:
+        raise UsageError(
+            f"micro-batch is too small to normalise: rows={n_rows} in "
+            f"{count(chunks, 'micro-batch')} of "
+            f"images of {size} pixels (expected 2 rows in each, or {one_row} "
+            f"pixels).\nFix: --image-size {one_row}, or --rows {2 * chunks}."
+        )
+    return size
+
+
 def _too_large(name: str, error: Exception, **given: Any) -> UsageError:
     """Say which numbers torch could not make a built-in model or its data with."""
     numbers = [f"{option}={value}" for option, value in given.items() if value is not None]
@@ -249,71 +261,6 @@ def _refuse_sizes(name: str, **sizes: int | None) -> None:
                 f"(expected no {flag}).\nFix: leave {flag} out; the sample that the function "
                 "returns decides."
             )
-
-
-def _find_function(name: str) -> Callable[..., Any]:
-    """Import ``package.module:function``; errors of the user's module are raised as they are."""
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
-        raise UsageError(
-            f"model is not readable: model={name!r} (expected package.module:function).\n"
-            "Fix: name both a module and a function in it."
-        )
-    # A console script starts with its own folder on the path, not with the user's.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if missing != module_name and not module_name.startswith(missing + "."):
-            raise
-        if module_name.endswith(".py") or os.sep in module_name:
-            raise _no_path(module_name, attribute) from error
-        raise UsageError(
-            f"module cannot be imported: module={module_name!r} (no module named {missing!r} in "
-            f"{os.getcwd()} or on the path).\nFix: run the command from the module's folder, or "
-            "install it."
-        ) from error
-    except (TypeError, ValueError) as error:
-        if all(part.isidentifier() for part in module_name.split(".")):
-            raise
-        raise _no_path(module_name, attribute) from error
-    function: Any = module
-    for part in attribute.split("."):
-        function = getattr(function, part, None)
-    if not callable(function):
-        found = "does not exist" if function is None else f"is of type {type(function).__name__}"
-        raise UsageError(
-            f"function cannot be called: function={attribute!r} of module {module_name!r} "
-            f"{found} (expected a function).\nFix: name a function that returns (model, sample)."
-        )
-    return function
-
-
-def _no_path(module_name: str, attribute: str) -> UsageError:
-    """Say how to name a module that was given as the path of its file."""
-    name = os.path.basename(module_name.removesuffix(".py")).lstrip(".")
-    return UsageError(
-        f"module is named by a path: module={module_name!r} (expected names with dots, as import "
-        f"has them).\nFix: {name or 'package.module'}:{attribute}, in the folder of that file, "
-        f"where {attribute}() returns (model, sample)."
-    )
-
-
-def _check_arguments(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Refuse arguments that the user's function does not take, or missing ones that it needs."""
-    try:
-        inspect.signature(function).bind(**given)
-    except TypeError as error:
-        raise UsageError(
-            f"function cannot be called with these arguments: {name!r} with {dict(given)} "
-            f"({error}).\nFix: --set NAME=VALUE for each argument without a default, and only for "
-            "arguments that it has."
-        ) from error
-    except ValueError:
-        # Some builtins have no readable signature; calling them will show.
-        pass
 
 
 def _users_own(name: str, found: Any) -> Workload:
