@@ -1,5 +1,6 @@
 """What benchmarks have in common.
 
-`machine` (where a result comes from), `text` (tables), `layers` (of several benchmarks' models),
-`allocator` (what torch's reports), `shares` (one device divided into several).
+`machine` (where a result comes from), `text` (tables), `bars` (what a figure must reach), `devices`
+and `layers` (of several benchmarks), `allocator` (what torch's reports), `shares` (one device
+divided into several).
 """

@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import platform
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ __all__ = [
     "settings",
     "versions",
 ]
+
+#: Share of the cores that other programs may use before a result is doubtful.
+QUIET = 0.02
 
 #: Variables that decide how fast a CPU is, how it takes memory, or how processes talk.
 _SETTINGS = ("OMP_", "MKL_", "KMP_", "GOMP_", "MALLOC_", "GLOO_")
@@ -98,6 +101,13 @@ class OtherLoad:
 
     def __init__(self) -> None:
         self._busy, self._own, self._clock = _busy_seconds(), _own_seconds(), time.monotonic()
+
+    def end(self, told: Callable[[str], None]) -> float | None:
+        """Return the share as it is stored, and tell of a machine that was not quiet."""
+        share = self.share()
+        if share is None or share > QUIET:
+            told(f"warning: the machine was not quiet, or that is not known: other load {share}")
+        return None if share is None else round(share, 4)
 
     def share(self) -> float | None:
         """Return the share, 0 to 1, with what a hypervisor took; None where it is unknown."""

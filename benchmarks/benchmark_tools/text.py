@@ -8,7 +8,7 @@ from pathlib import Path
 from gpipebal.files import atomic_path
 from gpipebal.text import aligned
 
-__all__ = ["block", "fill_in", "gib", "percent", "table", "write_readme"]
+__all__ = ["block", "fill_in", "gib", "percent", "percent_or_unknown", "table", "write_readme"]
 
 
 def fill_in(text: str, blocks: Mapping[str, str], source: str = "results.json") -> str:
@@ -84,3 +84,13 @@ def percent(fraction: float | None, *, sign: bool = False) -> str:
     text = f"{fraction:+.1%}" if sign else f"{fraction:.1%}"
     # No sign for what rounds to nothing.
     return text.lstrip("+-") if float(text[:-1]) == 0 else text
+
+
+def percent_or_unknown(fraction: float | None) -> str:
+    """Write a fraction to a tenth of a percent; None is unknown, as the load of others may be.
+
+    Example:
+        >>> percent_or_unknown(0.0123), percent_or_unknown(None)
+        ('1.2 %', 'unknown')
+    """
+    return "unknown" if fraction is None else f"{100 * fraction:.1f} %"

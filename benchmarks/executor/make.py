@@ -45,9 +45,6 @@ LEAST_SECONDS, LEAST_SECONDS_ALONE = 60.0, 30.0
 #: The same where few ways take turns.
 LEAST_SECONDS_DISTRIBUTED = 140.0
 
-#: Share of the cores that other programs may use before a result is doubtful.
-QUIET = 0.02
-
 
 def main() -> None:
     """Measure, store, print, and write the README."""
@@ -148,9 +145,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                     measure_one_partition(workload, rounds=3 * rounds, least_seconds=alone)
                 )
     # Behind the block, where the processes have ended and their time is known.
-    other = load.share()
-    if other is None or other > QUIET:
-        print("warning: the machine was not quiet, or that is not known: other load", other)
+    other = load.end(print)
     minutes = (time.monotonic() - started) / 60
     return {
         "format": FORMAT,
@@ -166,7 +161,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             "least_seconds_one_partition": alone,
             "quick": arguments.quick,
             "minutes": round(minutes, 2),
-            "other_load": None if other is None else round(other, 4),
+            "other_load": other,
         },
         "workloads": about,
         "results": results,

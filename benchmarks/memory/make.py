@@ -26,11 +26,12 @@ from gpipebal.files import read_record, write_record
 # What all benchmarks have in common is next to their folders.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmark_tools.devices import P40
 from benchmark_tools.machine import provenance
 from benchmark_tools.text import write_readme
 from memory_benchmark import tables
 from memory_benchmark.count import count
-from memory_benchmark.estimate import MEMORY_LIMIT, P40, estimate
+from memory_benchmark.estimate import MEMORY_LIMIT, estimate
 from memory_benchmark.experiments import EXPERIMENTS, reduced
 from memory_benchmark.measure import ORDER, free_bytes, measure
 

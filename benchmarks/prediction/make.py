@@ -61,8 +61,6 @@ ROUNDS = 4
 STEPS = 2
 #: Profiles of each model one after the other, to see how well they agree.
 REPEATS = 5
-#: Share of the cores that other programs may use before a result is doubtful.
-QUIET = 0.02
 
 
 def main() -> None:
@@ -203,9 +201,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         gc.collect()
     for subject in subjects:
         subject.end = take_profiles(subject, (MIDDLE,), timeout)
-    other = load.share()
-    if other is None or other > QUIET:
-        told(f"warning: the machine was not quiet, or that is not known: other load {other}")
+    other = load.end(told)
     return {
         "format": figures.FORMAT,
         "version": figures.VERSION,
@@ -216,7 +212,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             "runs": 1,
             "quick": quick,
             "minutes": round((time.monotonic() - started) / 60, 2),
-            "other_load": None if other is None else round(other, 4),
+            "other_load": other,
         },
         "models": {subject.model.name: about(subject) for subject in subjects},
         "rows": rows,

@@ -48,8 +48,6 @@ ROUNDS = 5
 LIMIT = 2.0
 #: How many small chains are drawn for each rule.
 DRAWS = {"torchgpipe": 60, "deepspeed": 8}
-#: Share of the cores that other programs may use before a result is doubtful.
-QUIET = 0.02
 
 
 def main() -> None:
@@ -115,9 +113,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         told("plans")
     if "searches" in parts:
         result["searches"] = searches(PROFILES)
-    other = load.share()
-    if other is None or other > QUIET:
-        told(f"warning: the machine was not quiet, or that is not known: other load {other}")
+    other = load.end(told)
     return {
         "format": figures.FORMAT,
         "version": figures.VERSION,
@@ -129,7 +125,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             "quick": quick,
             "runs": 1,
             "minutes": round((time.monotonic() - started) / 60, 2),
-            "other_load": None if other is None else round(other, 4),
+            "other_load": other,
         },
         "peers": list(found),
         **result,

@@ -59,7 +59,7 @@ def run(rounds: int) -> two_devices.Record:
     for model in two_devices.models(PROFILES, TIMEOUT):
         models.append(two_devices.measure(model, rounds=rounds))
         print(f"{time.monotonic() - started:5.0f} s  {model.name}", file=sys.stderr)
-    share = load.share()
+    other = load.end(print)
     return {
         "format": two_devices.FORMAT,
         "version": two_devices.VERSION,
@@ -67,7 +67,7 @@ def run(rounds: int) -> two_devices.Record:
             **provenance(),
             "rounds": rounds,
             "minutes": round((time.monotonic() - started) / 60, 2),
-            "other_load": None if share is None else round(share, 4),
+            "other_load": other,
         },
         "models": models,
     }

@@ -250,7 +250,7 @@ def test_group_has_a_row_for_every_way(workload: workloads.Workload) -> None:
     """Every way has a row in every mode it has, with as many times as rounds, and an ideal."""
     rows = measure.measure_group(workload, [1, 1], 4, rounds=2, processes=None)
     found = {(row["way"], row["checkpoint"]): row for row in rows if "way" in row}
-    modes = {name: ways.CHECKPOINTS for name in ways.LABELS}
+    modes = {name: ways.CHECKPOINTS for name in ways.WAYS}
     modes |= {"plain_1": (None,), "plain_2": (None,)}
     modes |= {"distributed_gpipe": ("never",), "distributed_1f1b": ("never",)}
     assert set(found) == {(name, mode) for name, of_way in modes.items() for mode in of_way}
@@ -275,7 +275,7 @@ def test_group_of_some_ways_has_their_rows_alone() -> None:
 
 def test_order_of_ways_changes_and_favours_no_position() -> None:
     """Two rounds that follow each other put each way as far from the start as from the end."""
-    names = list(ways.LABELS)
+    names = list(ways.WAYS)
     orders = [measure._order(names, k) for k in range(8)]
     assert all(sorted(order) == sorted(names) for order in orders)
     assert [order[::-1] for order in orders[::2]] == orders[1::2]

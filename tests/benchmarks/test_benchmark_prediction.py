@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmark_tools.bars import Bar
 from benchmark_tools.text import fill_in
 from hypothesis import given
 from hypothesis import strategies as st
@@ -496,12 +497,12 @@ def test_how_far_repeats_are_apart_by_hand() -> None:
 
 def test_verdict_is_on_the_right_side() -> None:
     """A figure that equals its bar reaches it; one without a bar has no verdict."""
-    assert figures.Bar("", 0.05, 0.05, True, "").reached is True
-    assert figures.Bar("", 0.05, 0.051, True, "").reached is False
-    assert figures.Bar("", -0.01, -0.01, False, "").reached is True
-    assert figures.Bar("", -0.01, -0.011, False, "").reached is False
-    assert figures.Bar("", None, 1.0, True, "").reached is None
-    assert figures.Bar("", 0.97, None, False, "").reached is None
+    assert Bar("", 0.05, 0.05, True, "").reached is True
+    assert Bar("", 0.05, 0.051, True, "").reached is False
+    assert Bar("", -0.01, -0.01, False, "").reached is True
+    assert Bar("", -0.01, -0.011, False, "").reached is False
+    assert Bar("", None, 1.0, True, "").reached is None
+    assert Bar("", 0.97, None, False, "").reached is None
 
 
 def test_ranks_and_regrets_are_of_settings_with_several_micro_batches() -> None:

@@ -28,7 +28,7 @@ from executor_benchmark.cells import (
     run_side_by_side,
 )
 from executor_benchmark.processes import SCHEDULES, Processes
-from executor_benchmark.ways import CHECKPOINTS, LABELS, NotAvailableError, make_way
+from executor_benchmark.ways import CHECKPOINTS, WAYS, NotAvailableError, make_way
 from executor_benchmark.workloads import N_PARTITIONS, Workload, loss_fn
 from gpipebal.schedule import make_schedule
 
@@ -161,7 +161,7 @@ def measure_group(
         AssertionError: gpipebal, or the cells, gave other gradients than the plain model.
     """
     checkpoints = CHECKPOINTS if chunks > 1 and only is None else CHECKPOINTS[:1]
-    chosen = [name for name in LABELS if only is None or name in only]
+    chosen = [name for name in WAYS if only is None or name in only]
     with ExitStack() as stack:
         absent = {}
         if processes is None:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from benchmark_tools.text import block, table
+from benchmark_tools.bars import Bar
+from benchmark_tools.text import block, percent_or_unknown, table
 
-from executor_benchmark.floors import SAME_SCHEDULE, Floor, distributed_floors, floors
+from executor_benchmark.floors import SAME_SCHEDULE, distributed_floors, floors
 from executor_benchmark.result import Case, PairedRatio, Result
 
 __all__ = [
@@ -103,7 +104,7 @@ def distributed_table(result: Result) -> str:
     return _table_of(distributed_floors(result.cases(*result.workloads), ratio))
 
 
-def _table_of(found: Sequence[Floor]) -> str:
+def _table_of(found: Sequence[Bar]) -> str:
     words = {True: "reached", False: "NOT REACHED", None: "not measured"}
     rows = [
         [
@@ -147,7 +148,7 @@ def _others_table(others: Sequence[Result]) -> str:
     return table(header, rows, left=(0, *range(3, len(header), 2)))
 
 
-def _limit(floor: Floor) -> str:
+def _limit(floor: Bar) -> str:
     """Write what a value must reach; nothing for what is no floor."""
     return "" if floor.limit is None else f"{'<=' if floor.at_most else '>='} {floor.limit:.2f}"
 
@@ -158,7 +159,6 @@ def environment(result: Result) -> str:
     versions = ", ".join(
         f"{name} {version or 'not installed'}" for name, version in facts["versions"].items()
     )
-    other, spread = facts["other_load"], result.spread()
     alone = ""
     if result.record["one_partition"]:
         alone = f" ({_length(facts, '_one_partition')} for one partition)"
@@ -166,10 +166,9 @@ def environment(result: Result) -> str:
         f"{facts['cpu']}, {facts['cores']} cores, {facts['system']}, {facts['date']}",
         versions,
         f"{_length(facts, '')} after a warm-up{alone}; the run took {facts['minutes']:.0f} minutes",
-        "other programs' share of the cores meanwhile: "
-        + ("unknown" if other is None else f"{100 * other:.1f} %"),
+        "other programs' share of the cores meanwhile: " + percent_or_unknown(facts["other_load"]),
         "half the distance of the quartiles of a step time, in the middle of all rows: "
-        + ("unknown" if spread is None else f"{100 * spread:.1f} %"),
+        + percent_or_unknown(result.spread()),
     ]
     return block("\n".join(lines))
 

@@ -22,22 +22,15 @@ from torch import Tensor, nn
 from executor_benchmark.workloads import Workload, loss_fn
 from gpipebal import GPipe
 
-__all__ = ["CHECKPOINTS", "LABELS", "NotAvailableError", "Way", "make_way"]
+__all__ = ["CHECKPOINTS", "WAYS", "NotAvailableError", "Way", "make_way"]
 
 CHECKPOINTS = ("never", "except_last")
 
-#: Every way of running a step, with its name in the tables.
-LABELS = {
-    "plain_1": "plain, 1 thread",
-    "plain_2": "plain, 2 threads",
-    "gpipebal": "loss(pipe(x))",
-    "gpipebal_gpipe": "step gpipe",
-    "gpipebal_1f1b": "step 1f1b",
-    "torchgpipe": "torchgpipe",
-    "fairscale": "fairscale",
-    "distributed_gpipe": "dist GPipe",
-    "distributed_1f1b": "dist 1F1B",
-}
+#: Every way of running a step.
+WAYS = (
+    *("plain_1", "plain_2", "gpipebal", "gpipebal_gpipe", "gpipebal_1f1b"),
+    *("torchgpipe", "fairscale", "distributed_gpipe", "distributed_1f1b"),
+)
 
 
 class NotAvailableError(Exception):
@@ -49,7 +42,7 @@ class Way:
     """A step that can be run again and again.
 
     Attributes:
-        name: Key of `LABELS`.
+        name: One of `WAYS`.
         model: Its own chain, whose parameters take the gradients.
         step: Runs forward, loss and backward.
         threads: Threads of the calling thread while the step runs.
@@ -97,7 +90,7 @@ def make_way(
     """Make a way of running a workload.
 
     Args:
-        name: Key of `LABELS`; the ones of torch.distributed are made by `processes`.
+        name: One of `WAYS`; the ones of torch.distributed are made by `processes`.
         workload: What to train.
         balance: Layers of each partition.
         chunks: Micro-batches.

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from benchmark_tools.devices import P40
 
 import gpipebal as gb
 from gpipebal.planner import evaluate
@@ -15,20 +16,10 @@ from gpipebal.rates import DeviceRates
 from memory_benchmark.balances import find_balances
 from memory_benchmark.experiments import Experiment
 
-__all__ = ["MEMORY_LIMIT", "P40", "estimate", "figures", "profile_of", "with_gradients"]
+__all__ = ["MEMORY_LIMIT", "estimate", "figures", "profile_of", "with_gradients"]
 
-#: torchgpipe's device. Its rates decide the times, and so the fastest balance; no bytes but what
-#: waits for a neighbour.
-P40 = DeviceRates(
-    "Tesla P40",
-    {"float32": 12e12},
-    bandwidth=346e9,
-    memory_bytes=24 * 10**9,
-    source="NVIDIA Tesla P40 datasheet",
-)
-
-#: What a partition may need there, in the fastest balance: all but half a GB. torchgpipe's own need
-#: leaves no more of it.
+#: What a partition may need on torchgpipe's device, in the fastest balance: all but half a GB.
+#: torchgpipe's own need leaves no more of it.
 MEMORY_LIMIT = 23_500_000_000
 
 

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Any
 
-from benchmark_tools.text import block, percent, table
+from benchmark_tools.bars import Bar
+from benchmark_tools.text import block, percent, percent_or_unknown, table
 
+from gpipebal.units import count
 from prediction_benchmark import figures
-from prediction_benchmark.figures import Bar, Row
+from prediction_benchmark.figures import Row
 from prediction_benchmark.models import MODELS
 
 __all__ = ["blocks", "by_allocator"]
@@ -62,7 +64,7 @@ def by_allocator(rows: Sequence[Row]) -> str:
                     name,
                     str(len(of_model)),
                     f"{min(allocated):.0f}-{max(allocated):.0f}",
-                    percent(_mean_absolute(found)),
+                    percent(figures.mean_absolute(found)),
                     percent(max(found), sign=True),
                     percent(min(found), sign=True),
                     f"{round(over, 1) + 0.0:.1f}",  # no sign for what rounds to nothing
@@ -86,7 +88,7 @@ def _bars(record: dict[str, Any]) -> str:
         bars.append(times[name])
         if name == "step time, mean absolute error":
             bars.append(
-                Bar("  mean, one micro-batch", None, _mean_absolute(found), True, everywhere)
+                Bar("  mean, one micro-batch", None, figures.mean_absolute(found), True, everywhere)
             )
         elif name == "step time, farthest off":
             where = figures.describe(alone[worst])
@@ -104,7 +106,7 @@ def _bars(record: dict[str, Any]) -> str:
         if not of_step:
             names = ("allocator's peak, mean absolute error", "allocator's peak, farthest under")
         bars += [
-            Bar(names[0], limits[0], _mean_absolute(errors), True, over),
+            Bar(names[0], limits[0], figures.mean_absolute(errors), True, over),
             Bar(names[1], limits[1], min(errors), False, where),
         ]
     words = {True: "reached", False: "NOT REACHED", None: ""}
@@ -129,12 +131,12 @@ def _times_by_model(record: dict[str, Any]) -> str:
             found = figures.errors(some)
             line += [
                 percent(fmean(found), sign=True),
-                percent(_mean_absolute(found)),
+                percent(figures.mean_absolute(found)),
                 percent(max(found, key=abs), sign=True),
                 percent(median(map(_apart, some))),
             ]
         rank = figures.rank(rows)
-        before = percent(_mean_absolute(figures.errors(rows, "start")))
+        before = percent(figures.mean_absolute(figures.errors(rows, "start")))
         lines.append([*line, _write(rank, True), percent(figures.regret(rows)), before])
     header = ["model", "plans", "ms", "1: off by", "mean abs", "worst", "apart"]
     header += ["4, 8: off by", "mean abs", "worst", "apart", "rank", "regret", "before"]
@@ -156,7 +158,6 @@ def _about_outputs(rows: Sequence[Row]) -> str:
 def _environment(record: dict[str, Any]) -> str:
     about, asked = record["provenance"], record["allocator"]["provenance"]
     missing = [model.name for model in MODELS if model.name not in record["models"]]
-    other = about["other_load"]
     lines = [
         f"{about['device_name']}, CUDA {about['cuda']}, {about['cores']} cores, {about['system']}, "
         f"{about['date']}",
@@ -173,12 +174,11 @@ def _environment(record: dict[str, Any]) -> str:
     else:
         lines.append(f"partitions on {', '.join(about['devices'])}")
     lines += [
-        f"times: {_count(about['rounds'], 'round')}; {about['minutes']:.0f} minutes in "
-        f"{_count(about['runs'], 'run')}; without {', '.join(missing) or 'none of the models'}",
+        f"times: {count(about['rounds'], 'round')}; {about['minutes']:.0f} minutes in "
+        f"{count(about['runs'], 'run')}; without {', '.join(missing) or 'none of the models'}",
         f"allocator: {asked['device_name']}, torch {asked['torch']}, {asked['date']}, "
-        f"{_count(asked['runs'], 'run')}",
-        "other programs' share of the cores meanwhile: "
-        + ("unknown" if other is None else f"{100 * other:.1f} %"),
+        f"{count(asked['runs'], 'run')}",
+        "other programs' share of the cores meanwhile: " + percent_or_unknown(about["other_load"]),
     ]
     return "\n".join(lines)
 
@@ -195,14 +195,6 @@ def _apart(row: Row) -> float:
     """Return the slowest over the fastest of the steps of a plan's turns, less one."""
     times = [seconds for turn in row["turns"] for seconds in turn]
     return float(max(times) / min(times) - 1)
-
-
-def _mean_absolute(values: Sequence[float]) -> float:
-    return fmean(map(abs, values))
-
-
-def _count(n: int, word: str) -> str:
-    return f"{n} {word}{'' if n == 1 else 's'}"
 
 
 def _write(value: float | None, is_rank: bool) -> str:

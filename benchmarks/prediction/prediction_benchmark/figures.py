@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from statistics import fmean, median
 from typing import Any
 
+from benchmark_tools.bars import Bar
 from scipy.stats import spearmanr
 
 from prediction_benchmark import floor
@@ -16,13 +16,13 @@ from prediction_benchmark.parts import PARTS
 __all__ = [
     "FORMAT",
     "VERSION",
-    "Bar",
     "bars",
     "best_predicted",
     "cell_ratios",
     "disagreement",
     "drift",
     "errors",
+    "mean_absolute",
     "mean_parts",
     "median_parts",
     "memory_errors",
@@ -39,32 +39,6 @@ FORMAT = "gpipebal-benchmark-prediction"
 VERSION = 1
 
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Bar:
-    """What a figure must reach.
-
-    Attributes:
-        name: What it is.
-        limit: The bar; None: it stands there to be seen.
-        value: The figure; None: there is nothing to take it from.
-        at_most: Whether the figure must not be above the bar, rather than below.
-        where: Where it comes from.
-    """
-
-    name: str
-    limit: float | None
-    value: float | None
-    at_most: bool
-    where: str
-
-    @property
-    def reached(self) -> bool | None:
-        """Whether the figure reaches the bar; None: there is no bar, or no figure."""
-        if self.value is None or self.limit is None:
-            return None
-        return self.value <= self.limit if self.at_most else self.value >= self.limit
 
 
 def bars(record: dict[str, Any]) -> list[Bar]:
@@ -97,28 +71,28 @@ def bars(record: dict[str, Any]) -> list[Bar]:
     )
     everywhere = f"over {len(rows)} plans"
     return [
-        Bar("step time, mean absolute error", 0.05, _mean_absolute(times), True, everywhere),
+        Bar("step time, mean absolute error", 0.05, mean_absolute(times), True, everywhere),
         _floor("mean of a perfect prediction", floor.mean_unavoidable(rows), everywhere),
         Bar("step time, farthest off", 0.12, abs(times[worst]), True, describe(rows[worst])),
         _floor("farthest of a perfect prediction", max(unavoidable, default=None), everywhere),
         Bar(
             "  mean, by a profile of some minutes before",
             None,
-            _mean_absolute(errors(rows, "start")),
+            mean_absolute(errors(rows, "start")),
             True,
             everywhere,
         ),
         Bar(
             "  mean, of steps at the first quartile",
             None,
-            _mean_absolute(errors(rows, of="q1")),
+            mean_absolute(errors(rows, of="q1")),
             True,
             everywhere,
         ),
         Bar(
             "peak memory, mean absolute error",
             0.02,
-            _mean_absolute(memory_errors(rows)),
+            mean_absolute(memory_errors(rows)),
             True,
             f"over {len(memory)} partitions",
         ),
@@ -314,5 +288,6 @@ def cell_ratios(rows: Iterable[Row]) -> dict[str, float]:
     return {kind: median(ratios) for kind, ratios in found.items()}
 
 
-def _mean_absolute(values: Sequence[float]) -> float:
+def mean_absolute(values: Sequence[float]) -> float:
+    """Return the mean of errors, whichever way they go."""
     return fmean(map(abs, values))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from benchmark_tools.text import percent, table
+from benchmark_tools.text import percent, percent_or_unknown, table
 
 from prediction_benchmark import figures, floor, merging
 from prediction_benchmark.figures import Row
@@ -97,15 +97,15 @@ def _times_by_model(record: dict[str, Any]) -> str:
                 f"{min(times):.0f}-{max(times):.0f}",
                 percent(figures.spread(rows)),
                 percent(fmean(found), sign=True),
-                percent(_mean_absolute(found)),
+                percent(figures.mean_absolute(found)),
                 percent(floor.mean_unavoidable(rows)),
                 percent(max(found, key=abs), sign=True),
                 _number(figures.rank(rows)),
                 _number(floor.best_rank(rows)),
                 _number(fmean(within) if within else None),
                 percent(figures.regret(rows)),
-                percent(_mean_absolute(figures.errors(rows, "start"))),
-                percent(_mean_absolute(figures.errors(rows, "one profile"))),
+                percent(figures.mean_absolute(figures.errors(rows, "start"))),
+                percent(figures.mean_absolute(figures.errors(rows, "one profile"))),
                 percent(figures.drift(about), sign=True),
                 percent(figures.disagreement(about)),
             ]
@@ -128,7 +128,7 @@ def _times_by_setting(record: dict[str, Any]) -> str:
             [
                 *(setting.way, str(setting.chunks), setting.checkpoint),
                 percent(fmean(found), sign=True),
-                percent(_mean_absolute(found)),
+                percent(figures.mean_absolute(found)),
                 percent(max(found, key=abs), sign=True),
                 *(percent(fmean(errors), sign=True) if errors else "-" for errors in by_model),
             ]
@@ -186,7 +186,7 @@ def _memory_by_model(record: dict[str, Any]) -> str:
                 name,
                 str(len(found)),
                 f"{min(counted):.1f}-{max(counted):.1f}",
-                percent(_mean_absolute(found)),
+                percent(figures.mean_absolute(found)),
                 percent(max(found), sign=True),
                 percent(min(found), sign=True),
                 percent(sum(abs(error) <= 0.02 for error in found) / len(found)),
@@ -238,15 +238,13 @@ def _repeats(repeats: dict[str, Any] | None) -> list[tuple[str, str]]:
     header += [*(f"partition {j}" for j in range(n)), *first["work"]]
     turns = len(first["partitions"][0]["forward"])
     text = table(header, lines, left=(0, 1))
-    other = repeats["provenance"].get("other_load")
-    share = "unknown" if other is None else f"{100 * other:.1f} %"
+    share = percent_or_unknown(repeats["provenance"].get("other_load"))
     text += f"\n\nother programs' share of the cores meanwhile: {share}"
     return [(f"### {turns} profiles of each model, farthest from their median", text)]
 
 
 def _environment(record: dict[str, Any]) -> str:
     about = record["provenance"]
-    other = about["other_load"]
     settings = ", ".join(f"{name}={value}" for name, value in about["settings"].items())
     lines = [
         f"{about['device_name']}, {about['cores']} cores, {about['system']}, {about['date']}; "
@@ -255,8 +253,7 @@ def _environment(record: dict[str, Any]) -> str:
         settings or "no settings of the allocator",
         f"{about['rounds']} rounds; {about['minutes']:.0f} minutes in {about['runs']} run"
         f"{_of_runs(about)}",
-        "other programs' share of the cores meanwhile: "
-        + ("unknown" if other is None else f"{100 * other:.1f} %"),
+        "other programs' share of the cores meanwhile: " + percent_or_unknown(about["other_load"]),
     ]
     dates = merging.dates_of(record)
     if len(set(dates.values())) > 1:
@@ -282,10 +279,6 @@ def _of_runs(about: dict[str, Any]) -> str:
 
 def _of(rows: Sequence[Row], **wanted: Any) -> list[Row]:
     return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
-
-
-def _mean_absolute(values: Sequence[float]) -> float:
-    return fmean(map(abs, values))
 
 
 def _number(value: float | None) -> str:

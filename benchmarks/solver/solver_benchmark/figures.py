@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+from benchmark_tools.bars import Bar
 
 from solver_benchmark.chains import RANDOM
 
-__all__ = ["FORMAT", "VERSION", "Bar", "bars", "exponent", "growth", "merge", "pick"]
+__all__ = ["FORMAT", "VERSION", "bars", "exponent", "growth", "merge", "pick"]
 
 FORMAT = "gpipebal solver benchmark"
 VERSION = 1
@@ -21,23 +23,6 @@ _TIMED = {
 }
 
 Row = dict[str, Any]
-
-
-class Bar(NamedTuple):
-    """A figure that was promised, and what it is."""
-
-    name: str
-    limit: float
-    value: float | None
-    at_most: bool
-    where: str
-
-    @property
-    def reached(self) -> bool | None:
-        """Whether it is kept; None: it was not measured."""
-        if self.value is None:
-            return None
-        return self.value <= self.limit if self.at_most else self.value >= self.limit
 
 
 def bars(record: dict[str, Any]) -> list[Bar]:

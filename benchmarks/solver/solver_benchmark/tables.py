@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 from typing import Any
 
-from benchmark_tools.text import percent, table
+from benchmark_tools.text import percent, percent_or_unknown, table
 
 from solver_benchmark import figures
 from solver_benchmark.figures import Row
@@ -168,7 +168,6 @@ def _searches(record: dict[str, Any]) -> str:
 
 def _environment(record: dict[str, Any]) -> str:
     about = record["provenance"]
-    other = about["other_load"]
     versions = ", ".join(f"{name} {text or '-'}" for name, text in about["versions"].items())
     lines = [
         f"{about['cpu']}, {about['cores']} cores, {about['system']}, {about['date']}; one thread",
@@ -177,7 +176,7 @@ def _environment(record: dict[str, Any]) -> str:
         f"{about['minutes']:.1f} minutes"
         + (f" in {about['runs']} runs, each of other parts" if about["runs"] > 1 else ""),
         "other programs' share of the cores meanwhile, in the worst run: "
-        + ("unknown" if other is None else f"{100 * other:.1f} %"),
+        + percent_or_unknown(about["other_load"]),
     ]
     return "```\n" + "\n".join(lines) + "\n```"
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from benchmark_tools.machine import describe
-from benchmark_tools.text import block, percent, table
+from benchmark_tools.text import block, percent, percent_or_unknown, table
 from torch import nn
 
 from gpipebal.pipeline import GPipe
@@ -217,8 +217,7 @@ def summary(record: Record) -> str:
 
 def _environment(record: Record) -> str:
     about = record["provenance"]
-    other = about["other_load"]
-    load = "unknown" if other is None else f"{100 * other:.1f} %"
+    load = percent_or_unknown(about["other_load"])
     return "\n".join(
         [
             *describe(about),

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from gpipebal.problem import Link
-from gpipebal.rates import DeviceRates, find_rates
+from gpipebal.rates import find_rates
 
-__all__ = ["FAST", "FAST_LINK", "FAST_LINK_NAME", "LINK", "LINK_NAME", "MEMORY_LIMIT", "P40"]
+__all__ = ["FAST", "FAST_LINK", "FAST_LINK_NAME", "LINK", "LINK_NAME", "MEMORY_LIMIT"]
 
-#: torchgpipe's device. Launching an operation costs the host 6 us, the device 2 us at the least.
-P40 = DeviceRates(
-    "Tesla P40",
-    {"float32": 12e12},
-    bandwidth=346e9,
-    memory_bytes=24 * 10**9,
-    source="NVIDIA Tesla P40 datasheet",
-)
-
-#: What a partition may need: the device's memory, less 1.5 GB for context and fragmentation.
+#: What a partition may need: the memory of torchgpipe's device, less 1.5 GB for context and
+#: fragmentation.
 MEMORY_LIMIT = 22_500_000_000
 
 #: Three quarters of what a PCI Express 3.0 slot of 16 lanes carries at best.

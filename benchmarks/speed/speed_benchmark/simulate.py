@@ -6,13 +6,14 @@ from bisect import bisect_left
 from typing import Any
 
 import torch
+from benchmark_tools.devices import P40
 
 import gpipebal as gb
 from gpipebal.errors import InfeasibleError
 from gpipebal.problem import Link
 from gpipebal.profile import Profile
 from gpipebal.rates import DeviceRates
-from speed_benchmark.devices import FAST_LINK, LINK, MEMORY_LIMIT, P40
+from speed_benchmark.devices import FAST_LINK, LINK, MEMORY_LIMIT
 from speed_benchmark.predict import Step, fastest_balance, fits, host_seconds, step_seconds
 from speed_benchmark.published import SpeedModel
 

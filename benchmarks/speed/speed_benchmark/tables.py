@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmark_tools.devices import P40
 from benchmark_tools.machine import describe
-from benchmark_tools.text import block, percent, table
+from benchmark_tools.text import block, percent, percent_or_unknown, table
 
 from speed_benchmark.devices import (
     FAST,
@@ -14,7 +15,6 @@ from speed_benchmark.devices import (
     LINK,
     LINK_NAME,
     MEMORY_LIMIT,
-    P40,
 )
 from speed_benchmark.published import MODELS, SpeedModel
 
@@ -320,10 +320,9 @@ def _environment(record: Record) -> str:
         if part == "shares":
             lines += _about_shares(record)
         if part == "measured":
-            other = found["other_load"]
             lines.append(
                 f"{found['rounds']} turns of two timed steps, after one that does not count;"
                 " other programs' share of the cores meanwhile: "
-                + ("unknown" if other is None else f"{100 * other:.1f} %")
+                + percent_or_unknown(found["other_load"])
             )
     return "\n".join(lines)
