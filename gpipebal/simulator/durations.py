@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -10,7 +11,7 @@ from gpipebal.argument_kinds import check_list, plain_number
 from gpipebal.errors import ProfileError
 from gpipebal.plan import Plan
 
-__all__ = ["Durations", "check_time", "too_large"]
+__all__ = ["Durations", "seconds_of", "too_large"]
 
 Times = tuple[float, ...]
 
@@ -98,7 +99,7 @@ class Durations:
                 continue
             # Numpy's arrays and numbers, too.
             times = check_list(name, times)
-            plain = tuple(map(plain_number, times))
+            plain = tuple(seconds_of(f"{name}[{j}]", time) for j, time in enumerate(times))
             object.__setattr__(self, name, plain)
             if len(times) != len(self.forward):
                 raise ProfileError(
@@ -106,8 +107,6 @@ class Durations:
                     f"(expected {len(self.forward)}, as many as forward).\n"
                     "Fix: give one time per partition."
                 )
-            for j, (time, number) in enumerate(zip(times, plain, strict=True)):
-                check_time(f"{name}[{j}]", number if number == number else time)
 
     @property
     def n_partitions(self) -> int:
@@ -241,18 +240,20 @@ class Durations:
         )
 
 
-def check_time(name: str, time: float) -> None:
-    """Refuse anything that is not a number of seconds.
+def seconds_of(name: str, time: object) -> float:
+    """Return a number of seconds of any kind as Python's.
 
     Raises:
         ProfileError: `time` is negative, not finite or not a number.
     """
-    number = isinstance(time, int | float) and not isinstance(time, bool)
-    if not number or not 0 <= time <= sys.float_info.max:
+    number = plain_number(time)
+    if not 0 <= number <= sys.float_info.max:
+        shown = time if math.isnan(number) else number
         raise ProfileError(
-            f"time is impossible: {name}={time!r:.60} (expected finite seconds, 0 or more).\n"
+            f"time is impossible: {name}={shown!r:.60} (expected finite seconds, 0 or more).\n"
             "Fix: correct the value, or profile the model again."
         )
+    return number
 
 
 def _rest(whole: Times, part: Times) -> Times:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpipebal.argument_kinds import check_kind, check_mapping, plain_number
+from gpipebal.argument_kinds import check_kind, check_mapping
 from gpipebal.errors import BalanceError
 from gpipebal.problem.checks import check_flag
 from gpipebal.schedule import Order, Schedule
 from gpipebal.schedule.actions import F
-from gpipebal.simulator.durations import Durations, check_time
+from gpipebal.simulator.durations import Durations, seconds_of
 from gpipebal.simulator.engines import Times, run
 from gpipebal.simulator.refusals import check_phases, check_rows, refuse
 from gpipebal.simulator.wavefront import can_sweep, sweep
@@ -89,9 +89,7 @@ def place(
             f"Fix: make a schedule of {count(durations.n_partitions, 'partition')}."
         )
     if pause is not None:
-        number = plain_number(pause)
-        check_time("pause", number if number == number else pause)
-        pause = number
+        pause = seconds_of("pause", pause)
     is_given = not isinstance(schedule, Order)
     if isinstance(schedule, Schedule):
         check_rows(schedule)
