@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipebal.models.arguments import check_argument
-from gpipebal.models.catalogue import CATALOGUE
+from gpipebal.models.arguments import check_arguments
 
 __all__ = ["AmoebaCell", "amoebanetd"]
 
@@ -81,9 +80,7 @@ def amoebanetd(
         >>> [name for name, _ in model.named_children()][:5]
         ['stem1', 'stem2', 'stem3', 'cell1_normal1', 'cell1_normal2']
     """
-    arguments = CATALOGUE["amoebanetd"].arguments
-    for name, value in (("L", L), ("D", D), ("num_classes", num_classes)):
-        check_argument("amoebanetd", name, value, arguments[name])
+    check_arguments("amoebanetd", {"L": L, "D": D, "num_classes": num_classes})
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     width = D // 4
     layers["stem1"] = Stem(width)

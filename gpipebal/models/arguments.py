@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from gpipebal.errors import UsageError
 from gpipebal.models.catalogue import CATALOGUE, Argument
 
-__all__ = ["check_argument", "check_arguments", "read_word"]
+__all__ = ["check_arguments", "read_word"]
 
 _WORDS = {"yes": True, "true": True, "no": False, "false": False}
 
 
-def check_argument(model: str, name: str, value: object, argument: Argument) -> None:
+def _check_argument(model: str, name: str, value: object, argument: Argument) -> None:
     """Refuse a value that the model cannot be built from.
 
     Raises:
@@ -53,7 +53,7 @@ def check_arguments(model: str, values: Mapping[str, object]) -> None:
                 f"{model} has no such argument: {name}={value!r} (expected {', '.join(known)}).\n"
                 f"Fix: {first}={argument.default}, or leave {name} out."
             )
-        check_argument(model, name, value, known[name])
+        _check_argument(model, name, value, known[name])
 
 
 def read_word(word: str) -> bool | int | float | str:

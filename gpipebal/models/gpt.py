@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipebal.errors import UsageError
-from gpipebal.models.arguments import check_argument
-from gpipebal.models.catalogue import CATALOGUE
+from gpipebal.models.arguments import check_arguments
 
 __all__ = ["Attention", "Embedding", "FeedForward", "gpt"]
 
@@ -132,11 +131,9 @@ def gpt(
         >>> [name for name, _ in model.named_children()][:3]
         ['embedding', 'block_0_attention', 'block_0_feedforward']
     """
-    arguments = CATALOGUE["gpt"].arguments
     given = {"layers": layers, "width": width, "heads": heads}
     given |= {"vocabulary": vocabulary, "context": context, "tie": tie}
-    for name, value in given.items():
-        check_argument("gpt", name, value, arguments[name])
+    check_arguments("gpt", given)
     if width % heads:
         raise UsageError(
             f"width does not divide into heads: width={width}, heads={heads} (expected a "

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipebal.models.arguments import check_argument
-from gpipebal.models.catalogue import CATALOGUE
+from gpipebal.models.arguments import check_arguments
 from gpipebal.skip import Namespace, pop, skippable, stash
 
 __all__ = ["JoinSkip", "StashSkip", "unet"]
@@ -87,11 +86,9 @@ def unet(
         >>> [name for name, _ in tiny.named_children()][4:7]
         ['encoder_0_skip', 'encoder_0_down', 'bottleneck_0_conv']
     """
-    arguments = CATALOGUE["unet"].arguments
     given = {"B": B, "C": C, "depth": depth}
     given |= {"in_channels": in_channels, "out_channels": out_channels}
-    for name, value in given.items():
-        check_argument("unet", name, value, arguments[name])
+    check_arguments("unet", given)
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     namespaces = [Namespace() for _ in range(depth)]
     channels = in_channels
