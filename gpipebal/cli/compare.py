@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from gpipebal.cli.nouns import check_files, load_noun, save_plot, say_written
+from gpipebal.cli.nouns import check_files, load_noun, say_written
 from gpipebal.cli.question import add_link
 from gpipebal.cli.words import Commands, add_command
 from gpipebal.errors import UsageError
@@ -111,9 +111,9 @@ def _compare_nouns(
     by_name = {name: noun for name, (_, noun) in zip(names, nouns, strict=True)}
     found = set_side_by_side(by_name, profile)
     if options.plot is not None:
-        from gpipebal.plots import plot_timelines
+        from gpipebal.plots import plot_timelines, save_figure
 
-        save_plot(plot_timelines(found.timelines), options.plot)
+        save_figure(plot_timelines(found.timelines), options.plot)
     print(json.dumps(found.to_dict()) if options.json else found)
 
 
@@ -132,9 +132,9 @@ def _compare_schedules(profile: Profile, options: argparse.Namespace) -> None:
         **{name: value for name, value in given.items() if value is not None},
     )
     if options.plot is not None:
-        from gpipebal.plots import plot_schedules
+        from gpipebal.plots import plot_schedules, save_figure
 
-        save_plot(plot_schedules(table), options.plot)
+        save_figure(plot_schedules(table), options.plot)
     print(json.dumps(asdict(table)) if options.json else table)
 
 

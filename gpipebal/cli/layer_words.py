@@ -56,26 +56,17 @@ def read_pins(profile: Profile, words: Sequence[str]) -> dict[int | str, int]:
     """
     pins: dict[int | str, int] = {}
     for word in words:
-        layer, partition = _read_pin(profile, word)
-        if pins.setdefault(layer, partition) != partition:
+        # A name may hold an equals sign; an index of a partition never does.
+        name, equals, partition = word.rpartition("=")
+        if not equals or not name or not partition.isdecimal():
+            raise UsageError(
+                f"pinned layer is not readable: --pin {word} (expected LAYER=PARTITION).\n"
+                "Fix: --pin 0=0, say."
+            )
+        layer, j = read_layer(profile, "pin", name.strip()), int(partition)
+        if pins.setdefault(layer, j) != j:
             raise UsageError(
                 f"layer is pinned to several partitions: --pin {word} beside --pin "
                 f"{layer}={pins[layer]} (expected one of them).\nFix: leave one out."
             )
     return pins
-
-
-def _read_pin(profile: Profile, text: str) -> tuple[int | str, int]:
-    """Read a layer and the partition that it is pinned to.
-
-    Raises:
-        UsageError: it is not ``LAYER=PARTITION``, or the layer is ambiguous.
-    """
-    # A name may hold an equals sign; an index of a partition never does.
-    layer, equals, partition = text.rpartition("=")
-    if not equals or not layer or not partition.isdecimal():
-        raise UsageError(
-            f"pinned layer is not readable: --pin {text} (expected LAYER=PARTITION).\n"
-            "Fix: --pin 0=0, say."
-        )
-    return read_layer(profile, "pin", layer.strip()), int(partition)

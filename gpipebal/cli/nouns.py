@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     Noun: TypeAlias = Profile | Plan | Timeline
 
-__all__ = ["check_files", "load_noun", "save_plot", "say_written"]
+__all__ = ["check_files", "load_noun", "say_written"]
 
 
 def load_noun(path: str, *kinds: str) -> Noun:
@@ -121,15 +121,3 @@ def say_written(options: argparse.Namespace) -> None:
         path = getattr(options, option, None)
         if path is not None:
             print(f"Written to {path}")
-
-
-def save_plot(drawn: Any, path: str) -> None:
-    """Write axes or a whole figure to a file.
-
-    Args:
-        drawn: What a function of `gpipebal.plots` returned.
-        path: File to write.
-    """
-    from gpipebal.plots import save_figure
-
-    save_figure(drawn, path)

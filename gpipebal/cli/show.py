@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gpipebal.cli.nouns import check_files, load_noun, save_plot, say_written
+from gpipebal.cli.nouns import check_files, load_noun, say_written
 from gpipebal.cli.words import Commands, add_command
 from gpipebal.errors import UsageError
 
@@ -74,7 +74,9 @@ def _show(options: argparse.Namespace) -> None:
         else:
             print(("\n" if k else "") + _text(noun, options.layers or _MOST_LAYERS))
     if options.plot is not None:
-        save_plot(_draw(nouns[0]), options.plot)
+        from gpipebal.plots import save_figure
+
+        save_figure(_draw(nouns[0]), options.plot)
     if not options.json:
         say_written(options)
 

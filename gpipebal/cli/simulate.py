@@ -7,7 +7,7 @@ import json
 import shutil
 from typing import TYPE_CHECKING
 
-from gpipebal.cli.nouns import check_files, load_noun, save_plot, say_written
+from gpipebal.cli.nouns import check_files, load_noun, say_written
 from gpipebal.cli.question import add_question, asked, plan_of
 from gpipebal.cli.standard_output import libraries_on_standard_error
 from gpipebal.cli.words import Commands, add_command
@@ -19,8 +19,6 @@ from gpipebal.units import format_seconds
 if TYPE_CHECKING:
     from gpipebal.plan import Plan
     from gpipebal.profile import Profile
-    from gpipebal.simulator import MemoryTrack
-    from gpipebal.timeline import Timeline
 
 __all__ = ["add_simulate"]
 
@@ -87,8 +85,8 @@ def add_simulate(commands: Commands) -> None:
 
 def _simulate(options: argparse.Namespace) -> None:
     from gpipebal.profile import Profile
-    from gpipebal.schedule import SCHEDULES, check_known_schedule
-    from gpipebal.simulator import simulate
+    from gpipebal.schedule import check_known_schedule
+    from gpipebal.simulator import held_of, memory_over_time, simulate
     from gpipebal.timeline import Timeline, outline
 
     check_files(options, options.file)
@@ -103,26 +101,10 @@ def _simulate(options: argparse.Namespace) -> None:
     assert not isinstance(noun, Timeline)
     schedule = options.schedule and check_known_schedule(options.schedule)
     if isinstance(noun, Profile):
-        limit = next((n for n in ("memory_limit", "reserve") if n in asked(options)), None)
-        if options.balance is not None and limit is not None:
-            flag = options.flags[limit]
-            raise UsageError(
-                f"a limit changes no timeline: {flag} with --balance (expected one of them).\n"
-                f"Fix: leave {flag} out; gpipebal solve --balance shows peaks and limits."
-            )
-        # A given balance is the same under a schedule that only the simulator knows.
-        is_planned = options.balance is None or schedule in SCHEDULES
-        with libraries_on_standard_error():
-            plan = plan_of(noun, options, schedule=schedule if is_planned else None)
+        plan = _planned(noun, options, schedule)
     else:
+        _refuse_question(options)
         plan = noun
-        given = asked(options)
-        if given:
-            flag = options.flags[given[0]]
-            raise UsageError(
-                f"the plan is made already: {flag} with a plan (expected a profile).\n"
-                f"Fix: leave {flag} out, or name the profile that the plan was made from."
-            )
     # Only a schedule with two phases has a time between them.
     inside = plan.loss_inside or (schedule or plan.schedule) != "gpipe"
     pause = None if inside or options.no_loss else plan.pause_time
@@ -134,12 +116,15 @@ def _simulate(options: argparse.Namespace) -> None:
         raise _needs_a_new_plan(error, schedule) from error
     timeline = outline(whole) if options.no_detail else whole
     if options.output is not None:
-        memory = [] if options.no_detail else _memory(noun, plan, whole, inside)
+        memory = []
+        if isinstance(noun, Profile) and not options.no_detail:  # a plan does not tell sizes
+            held = held_of(noun, plan, loss_inside=inside)
+            memory = [memory_over_time(whole, held)]
         timeline.save(options.output, memory=memory)
     if options.plot is not None:
-        from gpipebal.plots import plot_timeline
+        from gpipebal.plots import plot_timeline, save_figure
 
-        save_plot(plot_timeline(timeline), options.plot)
+        save_figure(plot_timeline(timeline), options.plot)
     if options.json:
         print(json.dumps(timeline.to_dict()))
         return
@@ -150,6 +135,34 @@ def _simulate(options: argparse.Namespace) -> None:
     if pause:
         print(f"with a pause of {format_seconds(pause)} for the loss (--no-loss leaves it out)")
     say_written(options)
+
+
+def _planned(profile: Profile, options: argparse.Namespace, schedule: str | None) -> Plan:
+    """Return the plan that a profile gives for a schedule."""
+    from gpipebal.schedule import SCHEDULES
+
+    limit = next((n for n in ("memory_limit", "reserve") if n in asked(options)), None)
+    if options.balance is not None and limit is not None:
+        flag = options.flags[limit]
+        raise UsageError(
+            f"a limit changes no timeline: {flag} with --balance (expected one of them).\n"
+            f"Fix: leave {flag} out; gpipebal solve --balance shows peaks and limits."
+        )
+    # A given balance is the same under a schedule that only the simulator knows.
+    is_planned = options.balance is None or schedule in SCHEDULES
+    with libraries_on_standard_error():
+        return plan_of(profile, options, schedule=schedule if is_planned else None)
+
+
+def _refuse_question(options: argparse.Namespace) -> None:
+    """Refuse words that ask for a plan, where there is one."""
+    given = asked(options)
+    if given:
+        flag = options.flags[given[0]]
+        raise UsageError(
+            f"the plan is made already: {flag} with a plan (expected a profile).\n"
+            f"Fix: leave {flag} out, or name the profile that the plan was made from."
+        )
 
 
 def _check_width(width: int) -> None:
@@ -174,19 +187,3 @@ def _needs_a_new_plan(error: BalanceError, schedule: str) -> BalanceError:
         f"{what}\nFix: a new plan, by gpipebal solve PROFILE --schedule {schedule} with "
         f"{fix or 'other counts.'}"
     )
-
-
-def _memory(
-    noun: Profile | Plan, plan: Plan, timeline: Timeline, inside: bool
-) -> list[tuple[MemoryTrack, ...]]:
-    """Return what the devices hold over time, for which a plan alone is not enough.
-
-    `inside`: the last partition computes the loss of each micro-batch.
-    """
-    from gpipebal.profile import Profile
-    from gpipebal.simulator import held_of, memory_over_time
-
-    if not isinstance(noun, Profile):
-        return []
-    held = held_of(noun, plan, loss_inside=inside)
-    return [memory_over_time(timeline, held)]

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from gpipebal.cli.nouns import check_files, load_noun, save_plot, say_written
+from gpipebal.cli.nouns import check_files, load_noun, say_written
 from gpipebal.cli.question import add_question, plan_of, question_of
 from gpipebal.cli.standard_output import libraries_on_standard_error
 from gpipebal.cli.words import Commands, add_command
@@ -82,10 +82,10 @@ def _solve(options: argparse.Namespace) -> None:
     if options.output is not None:
         plan.save(options.output)
     if options.plot is not None:
-        from gpipebal.plots import plot_run
+        from gpipebal.plots import plot_run, save_figure
         from gpipebal.simulator import simulate
 
-        save_plot(plot_run(profile, plan, simulate(plan)), options.plot)
+        save_figure(plot_run(profile, plan, simulate(plan)), options.plot)
     if options.json:
         print(json.dumps(plan.to_dict()))
         return
