@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from gpipebal.argument_kinds import check_kind, check_list, is_list, plain_number
 from gpipebal.errors import BalanceError
@@ -122,7 +121,9 @@ def compare_schedules(
     durations: dict[int, Durations] = {}
     held: dict[int, list[HeldBytes]] = {}
     impossible: list[ScheduleRow] = []
-    asked = [check_count("partitions_per_device", one) for one in _several(partitions_per_device)]
+    given = partitions_per_device
+    several = given if is_list(given) else (given,)
+    asked = [check_count("partitions_per_device", one) for one in several]
     if max(asked, default=1) < 2 and all(map(shares_devices, schedules)):
         raise BalanceError(
             "partitions leave nothing to interleave: "
@@ -158,11 +159,6 @@ def compare_schedules(
         overlap=overlap,
     )
     return replace(table, rows=(*table.rows, *impossible), notes=notes)
-
-
-def _several(numbers: Any) -> Iterable[Any]:
-    """Return a single number, or anything else that is not a list, as a list of one."""
-    return numbers if is_list(numbers) else (numbers,)
 
 
 def _bounds(
