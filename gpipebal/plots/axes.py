@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from gpipebal.argument_kinds import check_kind
-from gpipebal.plots.glyphs import families, font_settings, pieces, written
+from gpipebal.plots.glyphs import families, pieces, written
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,7 +81,13 @@ def points(ax: Axes) -> tuple[float, float]:
 
 def text_width(text: str, size: float = FONT_SIZE) -> float:
     """Measure a text, its longest line, at a font size in points, with a small margin."""
-    return _text_width(text, size, font_settings())
+    from matplotlib import rcParams
+    from matplotlib.font_manager import fontManager
+
+    # What decides on fonts: the families, and what generic ones stand for.
+    generic = (rcParams["font.sans-serif"], rcParams["font.serif"], rcParams["font.monospace"])
+    settings = tuple(map(tuple, (rcParams["font.family"], *generic)))
+    return _text_width(text, size, (settings, len(fontManager.ttflist)))
 
 
 @lru_cache(maxsize=4096)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from functools import lru_cache
-from typing import Any
 
 from gpipebal.text import one_line
 
-__all__ = ["families", "font_settings", "pieces", "written"]
+__all__ = ["families", "pieces", "written"]
 
 #: Fonts whose glyphs are boxes for everything, are at other code points, or are pictures.
 _UNUSABLE = re.compile(r"Last ?Resort|^cm[a-z]+\d+$|^STIX(NonUnicode|Size)|Emoji|Color")
@@ -26,9 +26,9 @@ def written(name: str) -> str:
 
 def pieces(name: str) -> list[str]:
     """Return how each character of a name is written: as itself, or as an escape."""
-    settings = font_settings()
+    own = _own_characters()
     return [
-        char if _family(char, settings) is not None else char.encode("unicode_escape").decode()
+        char if _has(own, char) or _other_family(char) else char.encode("unicode_escape").decode()
         for char in one_line(name)
     ]
 
@@ -38,41 +38,37 @@ def families(text: str) -> list[str]:
 
     First those of matplotlib's settings, which are used for all characters that they have.
     """
-    settings = font_settings()
-    others = {_family(char, settings) or "" for char in text} - {""}
-    return [*settings[0], *sorted(others)]
-
-
-def font_settings() -> tuple[Any, ...]:
-    """Return the settings that decide on fonts: the families first, then what they stand for."""
     from matplotlib import rcParams
-    from matplotlib.font_manager import fontManager
 
-    generic = (rcParams["font.sans-serif"], rcParams["font.serif"], rcParams["font.monospace"])
-    names = tuple(map(tuple, generic))
-    return tuple(rcParams["font.family"]), names, len(fontManager.ttflist)
-
-
-@lru_cache(maxsize=4096)
-def _family(char: str, settings: tuple[Any, ...]) -> str | None:
-    """Return the family that has a character: '' for one of the settings; None: there is none."""
-    if any(ord(char) in _of_family(name, settings) for name in settings[0]):
-        return ""
-    found = (name for name, path in _installed(settings[-1]) if ord(char) in _of_file(path))
-    return next(found, None)
+    own = _own_characters()
+    others = {_other_family(char) for char in text if not _has(own, char)}
+    return [*rcParams["font.family"], *sorted(name for name in others if name is not None)]
 
 
-@lru_cache(maxsize=64)
-def _of_family(family: str, settings: tuple[Any, ...]) -> frozenset[int]:
-    """Return the code points that a family has; `settings` say what a generic one stands for."""
+def _own_characters() -> list[frozenset[int]]:
+    """Return the code points that each family of the settings has; none if it is not installed."""
+    from matplotlib import rcParams
     from matplotlib.font_manager import FontProperties, findfont
 
-    try:
+    found = []
+    for family in rcParams["font.family"]:
         # A list: a single text would be read as a pattern.
         font = FontProperties(family=[family])
-        return _of_file(findfont(font, fallback_to_default=False))
-    except ValueError:  # not installed
-        return frozenset()
+        with suppress(ValueError):
+            found.append(_of_file(findfont(font, fallback_to_default=False)))
+    return found
+
+
+def _has(own: list[frozenset[int]], char: str) -> bool:
+    return any(ord(char) in characters for characters in own)
+
+
+def _other_family(char: str) -> str | None:
+    """Return the family of an installed font that has a character; None: there is none."""
+    from matplotlib.font_manager import fontManager
+
+    fonts = _installed(len(fontManager.ttflist))
+    return next((name for name, path in fonts if ord(char) in _of_file(path)), None)
 
 
 @lru_cache(maxsize=2)
