@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from benchmark_tools.text import percent
+
 __all__ = [
     "FORMAT",
     "GOAL",
@@ -101,10 +103,10 @@ _HEADER = (
 
 def _cells(row: dict[str, Any]) -> str:
     counted = " ".join(f"{n_bytes / _MIB:7.2f}" for n_bytes in row["counted"])
-    errors = " ".join(f"{_percent(error):>7}" for error in errors_of(row))
+    errors = " ".join(f"{percent(error, sign=True):>7}" for error in errors_of(row))
     return (
         f"{row['way']:<13} {row['mode']:<11} {row['chunks']:>6}  {counted:<31} {errors:<31} "
-        f"{sum(row['counted']) / _MIB:7.2f} {_percent(_error_of_sum(row)):>7} "
+        f"{sum(row['counted']) / _MIB:7.2f} {percent(_error_of_sum(row), sign=True):>7} "
         f"{row['counted_at_once'] / _MIB:8.2f}"
     )
 
@@ -118,14 +120,8 @@ def _held(what: str, errors: Sequence[float]) -> str:
     worst = max(errors, key=abs)
     return (
         f"{n_held} of {len(errors)} {what} within {GOAL:.0%}; "
-        f"the one farthest off by {_percent(worst)}"
+        f"the one farthest off by {percent(worst, sign=True)}"
     )
-
-
-def _percent(fraction: float) -> str:
-    text = f"{fraction:+.1%}"
-    # No sign for what rounds to nothing.
-    return text[1:] if float(text[:-1]) == 0 else text
 
 
 def _environment(record: dict[str, Any]) -> str:

@@ -30,7 +30,6 @@ FOLDER = Path(gb.__file__).parent.parent / "benchmarks" / "prediction"
 sys.path.insert(0, str(FOLDER))
 
 from prediction_benchmark import (  # noqa: E402
-    allocator,
     cuda_tables,
     figures,
     floor,
@@ -180,10 +179,10 @@ def test_caller_of_the_allocators_step_keeps_the_output() -> None:
     pipe = gb.GPipe(layers, [len(layers)], chunks=4)
     optimizer = model.optimizer(list(pipe.parameters()))
     try:
-        allocator.run_step(pipe, model, optimizer, model.make_batch(), CALL)
+        steps.run_step(pipe, model, optimizer, model.make_batch(), CALL)
         assert found == [True]
         inside = replace(CALL, way="step gpipe")
-        allocator.run_step(pipe, model, optimizer, model.make_batch(), inside)
+        steps.run_step(pipe, model, optimizer, model.make_batch(), inside)
         assert len(found) > 1
     finally:
         pipe.close()

@@ -17,8 +17,9 @@ from gpipebal.pipeline import GPipe, measure_memory
 from gpipebal.planner import evaluate
 from prediction_benchmark.models import Model
 from prediction_benchmark.settings import CHUNKS, SETTINGS, Setting
+from prediction_benchmark.steps import run_step
 
-__all__ = ["measure_allocator", "run_step"]
+__all__ = ["measure_allocator"]
 
 
 def measure_allocator(model: Model) -> list[dict[str, Any]]:
@@ -71,24 +72,6 @@ def measure_allocator(model: Model) -> list[dict[str, Any]]:
                 }
             )
     return found
-
-
-def run_step(
-    pipe: GPipe,
-    model: Model,
-    optimizer: torch.optim.Optimizer,
-    batch: tuple[Tensor, Tensor],
-    setting: Setting,
-) -> None:
-    """Run a training step whose caller keeps the output through the backward."""
-    inputs, target = batch
-    optimizer.zero_grad()
-    if setting.loss_inside:
-        pipe.step(inputs, target=target, loss_fn=model.loss_fn, schedule=setting.schedule)
-    else:
-        output = pipe(inputs)
-        model.loss_fn(output, target).backward()
-    optimizer.step()
 
 
 def _peaks(

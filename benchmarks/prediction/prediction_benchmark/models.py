@@ -67,16 +67,7 @@ class Model:
 
 def tiny(model: Model) -> Model:
     """Return the same model with few tiny layers and few rows: its times mean nothing."""
-    return Model(
-        model.name,
-        model.about,
-        model.layers,
-        model.data,
-        model.loss_fn,
-        model.optimizer,
-        rows=16,
-        is_tiny=True,
-    )
+    return replace(model, rows=16, is_tiny=True)
 
 
 def larger(model: Model, times: int = ROWS_ON_CUDA) -> Model:

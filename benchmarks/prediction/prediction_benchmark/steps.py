@@ -17,7 +17,7 @@ from gpipebal.timeline import Timeline
 from prediction_benchmark.models import Model
 from prediction_benchmark.settings import N_PARTITIONS, Setting
 
-__all__ = ["Steps", "about_devices", "devices", "on_first_device", "places", "wait"]
+__all__ = ["Steps", "about_devices", "devices", "on_first_device", "places", "run_step", "wait"]
 
 
 def places() -> list[torch.device | torch.cuda.Stream]:
@@ -65,6 +65,24 @@ def wait() -> None:
         torch.cuda.synchronize(device)
 
 
+def run_step(
+    pipe: GPipe,
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    batch: tuple[Tensor, Tensor],
+    setting: Setting,
+) -> None:
+    """Run a training step whose caller keeps the output through the backward."""
+    inputs, target = batch
+    optimizer.zero_grad()
+    if setting.loss_inside:
+        pipe.step(inputs, target=target, loss_fn=model.loss_fn, schedule=setting.schedule)
+    else:
+        output = pipe(inputs)
+        model.loss_fn(output, target).backward()
+    optimizer.step()
+
+
 class Steps:
     """A pipeline and its training step: zero_grad, forwards, loss, backwards, optimizer.
 
@@ -98,28 +116,15 @@ class Steps:
         first, *_, last = devices()
         with on_first_device():
             self._inputs, self._target = batch[0].to(first), batch[1].to(last)
-        self._loss_fn, self._setting = model.loss_fn, setting
+        self._model, self._setting = model, setting
         self._optimizer = model.optimizer(list(self.pipe.parameters()))
         self.run()
 
     def run(self) -> None:
         """Run a step; what is between the partitions and after them runs where the first does."""
+        batch = self._inputs, self._target
         with on_first_device():
-            self._run()
-
-    def _run(self) -> None:
-        self._optimizer.zero_grad()
-        if self._setting.loss_inside:
-            self.pipe.step(
-                self._inputs,
-                target=self._target,
-                loss_fn=self._loss_fn,
-                schedule=self._setting.schedule,
-            )
-        else:
-            output = self.pipe(self._inputs)
-            self._loss_fn(output, self._target).backward()
-        self._optimizer.step()
+            run_step(self.pipe, self._model, self._optimizer, batch, self._setting)
 
     def seconds(self) -> float:
         """Time a step."""

@@ -6,7 +6,6 @@ import gc
 import random
 import time
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -118,7 +117,5 @@ def _measured(
         pipe.close()
     return {
         name: [float(q) for q in np.percentile(found, [25, 50, 75])]
-        if len(found) > 2
-        else [median(found)] * 3
         for name, found in times.items()
     }

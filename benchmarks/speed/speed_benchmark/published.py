@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gpipebal.models import amoebanetd, resnet101, unet
 from gpipebal.schedule import CheckpointMode
 
-__all__ = ["MODELS", "Run", "SpeedModel", "model_of"]
+__all__ = ["MODELS", "Run", "SpeedModel"]
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,3 @@ MODELS = (
         small_rows=4,
     ),
 )
-
-
-def model_of(name: str) -> SpeedModel:
-    """Return a model by its name."""
-    return next(model for model in MODELS if model.name == name)
