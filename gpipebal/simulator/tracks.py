@@ -161,9 +161,7 @@ def memory_over_time(timeline: Timeline, sizes: Sequence[HeldBytes]) -> tuple[Me
             "timeline does not tell when each micro-batch was at work: detail=False (expected "
             "every action as an event of its own).\nFix: simulate(plan, detail=True)."
         )
-    table = timeline.table
-    shown = table.of_kind(KINDS)
-    table = table if shown.all() else table.pick(shown)
+    table = timeline.table.pick(timeline.table.of_kind(KINDS))
     cells = _Cells(table, n, timeline.chunks)
     placement = np.array(timeline.placement)
     tracks = []
@@ -323,13 +321,8 @@ class _Moments:
 
 def _rows_of(
     table: EventTable, devices: NDArray[np.integer], n_devices: int
-) -> list[slice | NDArray[np.integer]]:
+) -> list[NDArray[np.integer]]:
     """Return the events of each device in the order in which they start."""
-    new = np.diff(devices)
-    if np.all((new > 0) | ((new == 0) & (np.diff(table.starts) >= 0))):
-        # As the simulator leaves them.
-        bounds = np.searchsorted(devices, np.arange(n_devices + 1)).tolist()
-        return [slice(first, last) for first, last in pairwise(bounds)]
     order = np.lexsort((table.starts, devices))
     bounds = np.searchsorted(devices[order], np.arange(n_devices + 1))
     return [order[first:last] for first, last in pairwise(bounds)]
