@@ -87,38 +87,38 @@ class DeviceRates:
                 f"flops={dict(self.flops)} (expected at least 'float32').\n"
                 "Fix: DeviceRates(name, {'float32': 1e12}, bandwidth=1e11)."
             )
-        positive: dict[str, Any] = {f"flops[{name!r}]": rate for name, rate in self.flops.items()}
-        positive["bandwidth"] = self.bandwidth
-        if self.memory_bytes is not None:
-            positive["memory_bytes"] = self.memory_bytes
         if not isinstance(self.has_flash, bool | None):
             raise DeviceError(
                 f"rates of {self.name!r} do not say whether: has_flash={self.has_flash!r} "
                 "(expected True, False or None).\nFix: has_flash=True for Ampere or later."
             )
-        for name, value in positive.items():
-            self._check(name, value, "above 0")
-        times = {"launch_time": self.launch_time}
-        if self.host_time is not None:
-            times["host_time"] = self.host_time
-        for name, value in times.items():
-            self._check(name, value, "0 or more, in seconds")
         # numpy's numbers as Python's, so that they equal those read from a file.
-        plain = {"flops": {name: float(rate) for name, rate in self.flops.items()}}
-        numbers = {name: float(value) for name, value in times.items()}
-        memory = None if self.memory_bytes is None else int(self.memory_bytes)
-        own = {**plain, **numbers, "bandwidth": float(self.bandwidth), "memory_bytes": memory}
-        own["has_flash"] = "bfloat16" in self.flops if self.has_flash is None else self.has_flash
+        own: dict[str, Any] = {
+            "flops": {
+                name: float(self._number(f"flops[{name!r}]", rate))
+                for name, rate in self.flops.items()
+            },
+            "bandwidth": float(self._number("bandwidth", self.bandwidth)),
+            "launch_time": float(self._number("launch_time", self.launch_time, is_time=True)),
+            "has_flash": "bfloat16" in self.flops if self.has_flash is None else self.has_flash,
+        }
+        if self.memory_bytes is not None:
+            own["memory_bytes"] = int(self._number("memory_bytes", self.memory_bytes))
+        if self.host_time is not None:
+            own["host_time"] = float(self._number("host_time", self.host_time, is_time=True))
         for name, value in own.items():
             object.__setattr__(self, name, value)
 
-    def _check(self, name: str, value: object, rule: str) -> None:
+    def _number(self, name: str, value: object, *, is_time: bool = False) -> float:
+        """Return a rate, which is above 0, or a time, which may be 0."""
         number = plain_number(value)
-        if not 0 <= number <= sys.float_info.max or (rule == "above 0" and not number):
+        if not 0 <= number <= sys.float_info.max or not (number or is_time):
+            rule = "0 or more, in seconds" if is_time else "above 0"
             raise DeviceError(
                 f"rates of {self.name!r} are impossible: {name}={value!r:.60} (expected a finite "
                 f"number {rule}).\nFix: give operations and bytes per second, such as 1e12."
             )
+        return number
 
     def flops_of(self, dtype: str) -> float:
         """Return the operations a second of a dtype, by its name without ``torch.``."""
