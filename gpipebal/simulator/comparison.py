@@ -12,6 +12,7 @@ from gpipebal.schedule import (
     ALL_SCHEDULES,
     KNOWN_SCHEDULES,
     CheckpointMode,
+    KnownSchedule,
     check_checkpoint,
     check_count,
     check_known_schedule,
@@ -23,6 +24,7 @@ from gpipebal.simulator.held import HeldBytes
 from gpipebal.simulator.place import place
 from gpipebal.simulator.tracks import memory_over_time
 from gpipebal.text import aligned
+from gpipebal.timeline import Timeline
 from gpipebal.units import count, format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -201,25 +203,28 @@ def compare_durations(
             except BalanceError as error:
                 rows.append(refused(name, each, str(error).replace("\n", " ")))
                 continue
-            if not known.is_ours:
-                times = times.without_launches
+            times = times if known.is_ours else times.without_launches
             timeline = place(order, times, overlap=overlap)
-            peak = None
-            if sizes is not None:
-                peak = max(track.peak for track in memory_over_time(timeline, sizes))
-            rows.append(
-                ScheduleRow(
-                    schedule=name,
-                    partitions_per_device=each,
-                    makespan=timeline.makespan,
-                    bubble_fraction=timeline.bubble_fraction,
-                    imbalance=timeline.imbalance,
-                    peak_bytes=peak,
-                    run_by=known.run_by,
-                )
-            )
+            rows.append(_placed(known, each, timeline, sizes))
     rows.sort(key=lambda row: (row.makespan is None, row.makespan or 0.0))
     return ScheduleTable(tuple(rows), n_devices, chunks, checkpoint)
+
+
+def _placed(
+    known: KnownSchedule, each: int, timeline: Timeline, sizes: Sequence[HeldBytes] | None
+) -> ScheduleRow:
+    peak = None
+    if sizes is not None:
+        peak = max(track.peak for track in memory_over_time(timeline, sizes))
+    return ScheduleRow(
+        schedule=known.name,
+        partitions_per_device=each,
+        makespan=timeline.makespan,
+        bubble_fraction=timeline.bubble_fraction,
+        imbalance=timeline.imbalance,
+        peak_bytes=peak,
+        run_by=known.run_by,
+    )
 
 
 def refused(schedule: str, partitions_per_device: int, why: str) -> ScheduleRow:
