@@ -250,7 +250,7 @@ def top_plans(profile: Profile, k: int, partitions: int, **options: Unpack[Optio
                 if at.is_open:
                     # Others with the same cuts may fit.
                     bound = min(bound, split.lower_bound)
-                plan = roomier(at, split, plan)
+                plan = roomier(at, plan)
                 if fits(plan):
                     plan = quicker(at, plan, Deadline(None))
             if fits(plan):

@@ -306,7 +306,7 @@ class _BestReplica:
             return
         plan = plan_of_split(self._posed, found)
         if not fits(plan):
-            plan = roomier(self._posed, found, plan)
+            plan = roomier(self._posed, plan)
             time = self._time_of(found.bounds, plan.modes)
             if self._posed.is_open:
                 self._left_out = min(self._left_out, bound)

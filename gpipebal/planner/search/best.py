@@ -210,7 +210,7 @@ def _best_under_lower_limits(
     for split, one in chain([(found, plan)], under_lower_limits(posed, found, plan, solve)):
         if best is not None and split.value >= best.value:
             break  # no later one is better
-        best = _best_fitting(roomier(posed, split, one), best)
+        best = _best_fitting(roomier(posed, one), best)
     return best
 
 
@@ -239,7 +239,7 @@ def _with_most_room(posed: Posed) -> Plan | None:
                 continue
             method = "peak bisection"
             split = Split(path.bounds, value, 0.0, "feasible", method, path.modes, order)
-            plan = roomier(posed, split, plan_of_split(posed, split))
+            plan = roomier(posed, plan_of_split(posed, split))
             if fits(plan):
                 return replace(plan, notes=(*plan.notes, _BY_PEAK))
     return None
@@ -259,7 +259,7 @@ def _among_next(
         if best is not None and (deadline.left == 0 or other.lower_bound >= best.value):
             return best, bound
         n_tried += 1
-        plan = roomier(posed, other, plan_of_split(posed, other))
+        plan = roomier(posed, plan_of_split(posed, other))
         if fits(plan):
             best = _best_fitting(plan, best)
             if is_given:

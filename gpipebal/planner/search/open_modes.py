@@ -22,24 +22,18 @@ __all__ = ["quicker", "roomier"]
 _SLOWER: dict[CheckpointMode, CheckpointMode] = {"never": "except_last", "except_last": "always"}
 
 
-def roomier(posed: Posed, found: Split, plan: Plan) -> Plan:
+def roomier(posed: Posed, plan: Plan) -> Plan:
     """Let partitions that exceed their limits recompute more, where modes are open.
-
-    Args:
-        posed: The question.
-        found: A split.
-        plan: The plan of it.
 
     Returns:
         A plan that fits, if one is found with the same cuts and devices; else one that does not.
     """
     while posed.question.checkpoint == "auto" and not fits(plan):
         modes = _slower(plan)
-        value = value_of(posed, found.bounds, modes, found.order)
-        if modes == plan.modes or value is None:
+        other = None if modes == plan.modes else _with_modes(posed, plan, modes)
+        if other is None:
             break
-        found = replace(found, modes=modes, value=value).with_bound(found.lower_bound)
-        plan = plan_of_split(posed, found)
+        plan = other
     return plan
 
 
