@@ -148,7 +148,7 @@ def solve(
 
     Complexity:
         O(n + p k log n) for n layers, k partitions and p probes, plus the tie-break; see
-        `gpipebal.solvers.split` for p. With limits O(n^2) for their memory (see `memory_of`), and
+        `gpipebal.solvers.split` for p. With limits O(n^2) for their memory (see `RunMemory`), and
         some tens of probes of O(n k) machine words.
 
     Source:

@@ -18,7 +18,7 @@ from solvers.whole_oracle import makespan_of
 
 import gpipebal as gb
 from gpipebal.memory import partition_memory
-from gpipebal.planner.runs.memory import memory_of
+from gpipebal.planner.runs.memory import RunMemory
 from gpipebal.profile import LayerProfile, SkipProfile, StepTerms, TieProfile
 
 __all__ = ["MODES", "Found", "all_plans", "check_every_run", "holding_its_output", "profiles"]
@@ -146,8 +146,8 @@ def check_every_run(profile: gb.Profile, mode: Any, given: dict[str, Any]) -> No
     Equal to the byte, and bounded for every clock.
     """
     for n in range(1, profile.n_layers + 1):
-        memory = memory_of(profile, **given, n_partitions=n)
-        most = memory_of(profile, **given, n_partitions=n, waiting="most")
+        memory = RunMemory(profile, **given, n_partitions=n).memory
+        most = RunMemory(profile, **given, n_partitions=n, waiting="most").memory
         for bounds in all_bounds(profile.n_layers, n):
             exact = partition_memory(profile, bounds, checkpoint=mode, **given)
             latest = partition_memory(profile, bounds, checkpoint=mode, latest=True, **given)

@@ -22,7 +22,7 @@ from gpipebal.planner.execution import Execution
 from gpipebal.planner.posing import pose
 from gpipebal.planner.question import ask as ask_planner
 from gpipebal.planner.runs import memory as run_memory
-from gpipebal.planner.runs.memory import KnownMemory, memory_of
+from gpipebal.planner.runs.memory import KnownMemory, RunMemory
 from gpipebal.planner.runs.moments import RowMoment, moments_of, moments_of_long
 from gpipebal.planner.times import step_timeline
 from gpipebal.problem import Memory
@@ -57,8 +57,8 @@ def test_every_run_needs_what_its_partition_does(
     with pytest.MonkeyPatch.context() as patch:
         if pieces:
             patch.setattr(run_memory, "_MOST_ENTRIES", 5)
-        memory = memory_of(profile, **given)
-        most = memory_of(profile, **given, waiting="most")
+        memory = RunMemory(profile, **given).memory
+        most = RunMemory(profile, **given, waiting="most").memory
         for n in range(1, profile.n_layers + 1):
             for bounds in all_bounds(profile.n_layers, n):
                 exact = partition_memory(profile, bounds, checkpoint=mode, **given)
@@ -82,7 +82,7 @@ def test_the_output_of_one_micro_batch_outlives_its_graph(
     """The caller keeps it, whichever layers of the last run hold it too; equal to the byte."""
     profile = holding_its_output(profile)
     given: Any = {"chunks": 1, "loss_inside": False, "shared_memory": shared}
-    memory = memory_of(profile, **given)
+    memory = RunMemory(profile, **given).memory
     n = profile.n_layers
     for first in range(n):
         bounds = (0, *([first] if first else []), n)
@@ -126,8 +126,8 @@ def test_what_waits_exceeds_the_rest_by_no_more_than_the_ends() -> None:
     )
     for mode in MODES:
         given: Any = {"chunks": 4, "loss_inside": False, "shared_memory": False}
-        least = memory_of(profile, **given)
-        most = memory_of(profile, **given, waiting="most")
+        least = RunMemory(profile, **given).memory
+        most = RunMemory(profile, **given, waiting="most").memory
         for start in range(4):
             slack = np.array(most.rows(start, 0, mode)) - np.array(least.rows(start, 0, mode))
             given_back = profile.layers[start - 1].output_bytes if start else 0
@@ -141,7 +141,7 @@ def test_numbers_beyond_64_bits_stay_exact() -> None:
     """Bytes of a chain that no machine integer holds are added up all the same."""
     big = 2**61
     profile = gb.Profile.from_costs([1.0] * 2, saved_bytes=[big, big], output_bytes=[0, 0])
-    memory = memory_of(profile, chunks=8, loss_inside=True, shared_memory=False)
+    memory = RunMemory(profile, chunks=8, loss_inside=True, shared_memory=False).memory
     assert int(memory.rows(0, 0, "never")[1]) == 8 * 2 * big
 
 
@@ -155,7 +155,7 @@ def test_any_bytes_may_be_beyond_64_bits(field: str) -> None:
         for exist in (False, True):
             given: Any = {"chunks": 2, "loss_inside": False, "shared_memory": False}
             given["gradients_exist"] = exist
-            memory = memory_of(profile, **given)
+            memory = RunMemory(profile, **given).memory
             for mode in MODES:
                 for bounds in all_bounds(3, 2):
                     exact = partition_memory(profile, bounds, checkpoint=mode, **given)
@@ -167,7 +167,7 @@ def test_any_bytes_may_be_beyond_64_bits(field: str) -> None:
 def test_gradients_beyond_64_bits_are_of_the_runs_that_make_them() -> None:
     """A run of one layer needs none of what the layers before it do."""
     profile = gb.Profile.from_costs([1.0] * 2, parameter_bytes=[2**62, 0], saved_bytes=[0, 7])
-    memory = memory_of(profile, chunks=1, loss_inside=True, shared_memory=False)
+    memory = RunMemory(profile, chunks=1, loss_inside=True, shared_memory=False).memory
     exact = partition_memory(profile, (0, 1, 2), chunks=1, checkpoint="never", loss_inside=True)
     assert int(memory.rows(1, 1, "never")[0]) == exact[1].total == 7
 
@@ -177,7 +177,7 @@ def test_a_skip_is_input_of_the_run_that_pops_it_and_stash_of_the_one_that_makes
     layer: Any = {"kind": "Layer", "forward_time": 1.0, "backward_time": 1.0, "recompute_time": 1.0}
     layers = tuple(LayerProfile(str(k), **layer) for k in range(3))
     profile = gb.Profile(layers, (100,), skips=(SkipProfile("x", 0, 2, (0,)),))
-    memory = memory_of(profile, chunks=3, loss_inside=True, shared_memory=False)
+    memory = RunMemory(profile, chunks=3, loss_inside=True, shared_memory=False).memory
     # The first hands it on, and holds the gradient of one when it comes back.
     assert memory.rows(0, 0, "never").tolist() == [100, 100, 100]
     # The one in the middle never sees it; with the last it holds three of them, and the gradient
@@ -235,10 +235,12 @@ def test_memory_of_very_many_micro_batches_is_quickly_known(
         given_as: Any = {"loss_inside": True, "shared_memory": False, "n_partitions": 3}
         for mode in MODES:
             long, short = (
-                memory_of(profile, chunks=chunks, schedule=schedule, **given_as).rows(0, 0, mode)
+                RunMemory(profile, chunks=chunks, schedule=schedule, **given_as).memory.rows(
+                    0, 0, mode
+                )
                 for chunks in (2**20, 2**20 - 1)
             )
-            shorter = memory_of(profile, chunks=2**20 - 2, schedule=schedule, **given_as)
+            shorter = RunMemory(profile, chunks=2**20 - 2, schedule=schedule, **given_as).memory
             assert (long - short == short - shorter.rows(0, 0, mode)).all()
     assert max(made) < 20
 
@@ -261,7 +263,7 @@ def test_what_the_loss_hands_out_is_counted_once() -> None:
     )
     given: Any = {"chunks": 2, "shared_memory": True, "loss_inside": True, "schedule": "1f1b"}
     latest = partition_memory(profile, (0, 1, 2, 5), checkpoint="always", latest=True, **given)
-    most = memory_of(profile, **given, n_partitions=3, waiting="most")
+    most = RunMemory(profile, **given, n_partitions=3, waiting="most").memory
     # Of two micro-batches there are two such tensors, and no more.
     assert latest[2].total == 2 == int(most.rows(2, 2, "always")[2])
 
@@ -279,7 +281,7 @@ def test_what_earlier_runs_hand_through_for_their_recompute_is_bounded() -> None
         given: Any = {"chunks": chunks, "loss_inside": True, "shared_memory": True}
         given["schedule"] = schedule
         latest = partition_memory(profile, (0, 1, 2, 3), checkpoint="always", latest=True, **given)
-        most = memory_of(profile, **given, n_partitions=3, waiting="most")
+        most = RunMemory(profile, **given, n_partitions=3, waiting="most").memory
         assert latest[2].total <= int(most.rows(2, 2, "always")[0])
 
 
@@ -314,7 +316,7 @@ def test_long_chains_with_skips_across_each_other_are_equal_to_the_byte(
     profile = gb.Profile(tuple(layers), tuple(some), skips=skips, ties=ties)
     given: Any = {"chunks": 3, "loss_inside": False, "shared_memory": shared}
     given["gradients_exist"] = exist
-    memory = memory_of(profile, **given)
+    memory = RunMemory(profile, **given).memory
     for mode in MODES:
         for _ in range(60):
             start, end = sorted(rng.sample(range(n + 1), 2))
@@ -388,7 +390,7 @@ def test_many_skips_are_equal_to_the_byte(shared: bool, inside: bool) -> None:
         n, exist = profile.n_layers, rng.random() < 0.5
         given: Any = {"chunks": rng.choice([1, 3]), "loss_inside": inside, "shared_memory": shared}
         given["gradients_exist"] = exist
-        memory = memory_of(profile, **given)
+        memory = RunMemory(profile, **given).memory
         for mode in MODES:
             for start, end in rng.sample([(a, b) for b in range(1, n + 1) for a in range(b)], 15):
                 bounds = sorted({0, start, end, n})
@@ -405,7 +407,7 @@ def test_skips_in_each_other_need_no_more_room_for_planning() -> None:
     peaks = []
     for skips in (nested[:1], nested):
         profile = gb.Profile(layers, (8,) * n, skips=skips)
-        memory = memory_of(profile, chunks=3, loss_inside=True, shared_memory=False)
+        memory = RunMemory(profile, chunks=3, loss_inside=True, shared_memory=False).memory
         tracemalloc.start()
         memory.rows(0, 0, "always")
         peaks.append(tracemalloc.get_traced_memory()[1])
@@ -424,7 +426,7 @@ def test_what_runs_without_a_gradient_hold_for_others_is_bounded() -> None:
     bounds = (0, 1, 2, 3, 5)
     for mode in MODES:
         latest = partition_memory(profile, bounds, checkpoint=mode, latest=True, **given)
-        most = memory_of(profile, **given, waiting="most")
+        most = RunMemory(profile, **given, waiting="most").memory
         for j, (start, end) in enumerate(pairwise(bounds)):
             assert latest[j].total <= int(most.rows(start, j, mode)[end - start - 1])
 
@@ -437,7 +439,7 @@ def test_large_storages_of_one_memory_stay_exact() -> None:
     ]
     profile = gb.Profile(tuple(layers), storages=(2**61,))
     given: Any = {"chunks": 8, "loss_inside": True, "shared_memory": True}
-    memory = memory_of(profile, **given)
+    memory = RunMemory(profile, **given).memory
     for mode in MODES:
         for bounds in all_bounds(4, 2):
             exact = partition_memory(profile, bounds, checkpoint=mode, **given)

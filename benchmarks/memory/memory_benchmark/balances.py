@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from gpipebal.planner.runs.memory import memory_of
+from gpipebal.planner.runs.memory import RunMemory
 from gpipebal.problem import Device, Memory, Problem, to_balance
 from gpipebal.profile import Profile
 from gpipebal.schedule import CheckpointMode
@@ -45,7 +45,9 @@ def find_balances(
     found = {"published": tuple(published)}
     if n_partitions == 1:
         return found
-    memory = memory_of(profile, chunks=profile.chunks, loss_inside=False, shared_memory=False)
+    memory = RunMemory(
+        profile, chunks=profile.chunks, loss_inside=False, shared_memory=False
+    ).memory
     problem = Problem(
         **profile.layer_times,
         n_partitions=n_partitions,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from gpipebal.planner import evaluate
-from gpipebal.planner.runs.memory import memory_of
+from gpipebal.planner.runs.memory import RunMemory
 from gpipebal.planner.times import pause_time
 from gpipebal.problem import Device, Link, Problem, links_of, to_bounds
 from gpipebal.profile import Profile
@@ -116,7 +116,7 @@ def fastest_balance(
         checkpoint=checkpoint,
         links=None if link is None else links_of(sized, link),
         devices=[Device(memory_limit=memory_limit)] * n_partitions if limited else None,
-        memory=memory_of(sized, chunks=chunks, loss_inside=False, shared_memory=False)
+        memory=RunMemory(sized, chunks=chunks, loss_inside=False, shared_memory=False).memory
         if limited
         else None,
     )

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     Table = NDArray[Any]
 
-__all__ = ["KnownMemory", "RunMemory", "memory_of"]
+__all__ = ["KnownMemory", "RunMemory"]
 
 #: Most entries of one table: longer chains are done in several pieces.
 _MOST_ENTRIES = 2**20
@@ -49,18 +49,50 @@ _MOST_ENTRIES = 2**20
 _MOST_KNOWN = 2**29
 
 
-def memory_of(
-    profile: Profile,
-    *,
-    chunks: int,
-    loss_inside: bool,
-    shared_memory: bool,
-    waiting: Literal["none", "most"] = "none",
-    schedule: str = "gpipe",
-    n_partitions: int = 1,
-    gradients_exist: bool = False,
-) -> Memory:
-    """Predict the peak memory of every run of layers.
+class KnownMemory:
+    """Memory of all runs of one chain's layers, worked out once for all questions about it.
+
+    The most recent ones are kept, as many as fit into some hundred MiB, and one in any case.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], tuple[Memory, RunMemory]] = {}
+
+    def of(self, profile: Profile, **asked: Any) -> Memory:
+        """Return what a `RunMemory` tells, or told earlier.
+
+        Args:
+            profile: The chain, at any of its numbers of rows.
+            asked: As for `RunMemory`.
+
+        Example:
+            >>> profile, known = Profile.from_costs([1.0, 1.0]), KnownMemory()
+            >>> asked = {"chunks": 4, "loss_inside": True, "shared_memory": False}
+            >>> known.of(profile, **asked) is known.of(profile, **asked)
+            True
+        """
+        key = (profile.rows, *sorted(asked.items()))
+        found = self._known.pop(key, None)
+        for _, runs in self._known.values():
+            runs.forget_tables()
+        if found is None:
+            runs = RunMemory(profile, **asked)
+            found = runs.memory, runs
+        self._known[key] = found
+        total = sum(runs.n_bytes for _, runs in self._known.values())
+        for oldest in list(self._known)[:-1]:
+            if total <= _MOST_KNOWN:
+                break
+            total -= self._known.pop(oldest)[1].n_bytes
+        return found[0]
+
+
+class RunMemory:
+    """The peak memory of every run of layers.
+
+    The peak of a run depends on its first and last layer, and on the row of the schedule that its
+    partition has. Under ``'gpipe'`` all rows are alike; under ``'1f1b'`` earlier partitions have
+    more micro-batches in flight.
 
     Args:
         profile: Costs of the layers for one micro-batch.
@@ -72,11 +104,6 @@ def memory_of(
         schedule: One of those that `GPipe` runs, `gpipebal.schedule.SCHEDULES`.
         n_partitions: Number of partitions; under ``'gpipe'`` it does not matter.
         gradients_exist: Whether the parameters have gradients before the step.
-
-    Returns:
-        The peak of a run depends on its first and last layer, and on the row of the schedule that
-        its partition has. Under ``'gpipe'`` all rows are alike; under ``'1f1b'`` earlier partitions
-        have more micro-batches in flight.
 
     Raises:
         UnsupportedPlanError: another schedule.
@@ -91,66 +118,15 @@ def memory_of(
 
     Example:
         >>> profile = Profile.from_costs([1.0, 1.0], saved_bytes=[100, 10], output_bytes=[8, 2])
-        >>> memory = memory_of(profile, chunks=4, loss_inside=True, shared_memory=False)
-        >>> memory.rows(0, 0, "never").tolist(), memory.rows(0, 0, "except_last").tolist()
+        >>> runs = RunMemory(profile, chunks=4, loss_inside=True, shared_memory=False)
+        >>> runs.rows(0, 0, "never").tolist(), runs.rows(0, 0, "except_last").tolist()
         ([408, 456], [108, 120])
     """
-    return RunMemory(
-        profile,
-        chunks,
-        loss_inside,
-        shared_memory,
-        waiting,
-        schedule,
-        n_partitions,
-        gradients_exist,
-    ).as_memory()
-
-
-class KnownMemory:
-    """Memory of all runs of one chain's layers, worked out once for all questions about it.
-
-    The most recent ones are kept, as many as fit into some hundred MiB, and one in any case.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], tuple[Memory, RunMemory]] = {}
-
-    def of(self, profile: Profile, **asked: Any) -> Memory:
-        """Do what `memory_of` does, or return its earlier result.
-
-        Args:
-            profile: The chain, at any of its numbers of rows.
-            asked: As for `memory_of`.
-
-        Example:
-            >>> profile, known = Profile.from_costs([1.0, 1.0]), KnownMemory()
-            >>> asked = {"chunks": 4, "loss_inside": True, "shared_memory": False}
-            >>> known.of(profile, **asked) is known.of(profile, **asked)
-            True
-        """
-        key = (profile.rows, *sorted(asked.items()))
-        found = self._known.pop(key, None)
-        for _, runs in self._known.values():
-            runs.forget_tables()
-        if found is None:
-            runs = RunMemory(profile, **asked)
-            found = runs.as_memory(), runs
-        self._known[key] = found
-        total = sum(runs.n_bytes for _, runs in self._known.values())
-        for oldest in list(self._known)[:-1]:
-            if total <= _MOST_KNOWN:
-                break
-            total -= self._known.pop(oldest)[1].n_bytes
-        return found[0]
-
-
-class RunMemory:
-    """Peaks of all runs; the arguments are those of `memory_of`."""
 
     def __init__(
         self,
         profile: Profile,
+        *,
         chunks: int,
         loss_inside: bool,
         shared_memory: bool,
@@ -173,8 +149,9 @@ class RunMemory:
         self._tables: RunPeaks | None = None
         self._peaks: dict[tuple[CheckpointMode, int], list[Table]] = {}
 
-    def as_memory(self) -> Memory:
-        """Return the peaks in the form that solvers use."""
+    @property
+    def memory(self) -> Memory:
+        """The peaks in the form that solvers use."""
         return Memory(self.rows, alike="all" if self._labels is None else self._labels)
 
     @property
