@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -232,30 +232,21 @@ class _Prices:
 
     def below(self, known: int) -> Network | None:
         """Leave out steps that are on no way with less cost; None: there is no such way."""
-        left: Network | None = self._network
-        worth = self._most - self._network.held
-        for per, price, rest in self._rests:
-            before = self._network.least_before(per, price)
-            if left is not None:
-                left = keeping(
-                    left, _Cheaper(per, price, before, rest, per * known + price * worth)
-                )
-        return left
+        network = self._network
+        worth = self._most - network.held
+        tables = [
+            (per, price, network.least_before(per, price), rest, per * known + price * worth)
+            for per, price, rest in self._rests
+        ]
 
+        def is_cheaper(node: Hashable, arc: Arc) -> bool:
+            # With bytes at any of the prices.
+            return all(
+                before[node] + per * arc.cost + price * arc.kept + rest[arc.end] < most
+                for per, price, before, rest, most in tables
+            )
 
-@dataclass(frozen=True)
-class _Cheaper:
-    """Tells whether a step can be on a way that is cheap enough, with bytes at their price."""
-
-    per: int
-    price: int
-    before: Mapping[Hashable, int]
-    rest: Mapping[Hashable, int]
-    most: int
-
-    def __call__(self, node: Hashable, arc: Arc) -> bool:
-        own = self.per * arc.cost + self.price * arc.kept
-        return self.before[node] + own + self.rest[arc.end] < self.most
+        return keeping(network, is_cheaper)
 
 
 def _beam(network: Network, bound: _Bound) -> _Label | None:

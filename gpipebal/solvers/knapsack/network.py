@@ -300,19 +300,16 @@ def within(network: Network, limit: int) -> Network | None:
     left: Network | None = network
     n_before = -1
     while left is not None and n_before != (n_left := sum(map(len, left.arcs.values()))):
-        n_before, network = n_left, left
-        before = network.least_before(0, 1)
-        left = keeping(network, _Fits(network, before, limit))
+        n_before, left = n_left, _fitting(left, limit)
     return left
 
 
-class _Fits:
-    """Tells whether a step can be on a way within a limit."""
+def _fitting(network: Network, limit: int) -> Network | None:
+    """Leave out steps that exceed a limit with the least that can be held before and after them."""
+    before = network.least_before(0, 1)
 
-    def __init__(self, network: Network, before: Mapping[Hashable, int], limit: int) -> None:
-        self._network, self._before, self._limit = network, before, limit
+    def fits(node: Hashable, arc: Arc) -> bool:
+        held, walks = stepped(network.held + before[node], network.no_moments, arc)
+        return network.peak_bound(arc.end, held, walks) <= limit
 
-    def __call__(self, node: Hashable, arc: Arc) -> bool:
-        before = self._network.held + self._before[node]
-        held, walks = stepped(before, self._network.no_moments, arc)
-        return self._network.peak_bound(arc.end, held, walks) <= self._limit
+    return keeping(network, fits)
