@@ -222,8 +222,7 @@ def check_method(problem: Problem, objective: Objective, method: str) -> str:
     Raises:
         BalanceError: it does not exist, or does not solve the problem.
     """
-    selected = select_method(problem, objective)
-    applies = applicable(problem, objective, selected)
+    applies = applicable(problem, objective)
     if not is_word(method, "auto", *applies):
         raise BalanceError(
             f"method does not solve this problem: method={method!r:.60} (expected 'auto' or "
@@ -232,7 +231,7 @@ def check_method(problem: Problem, objective: Objective, method: str) -> str:
             f"all methods: {', '.join(map(repr, METHODS))}).\n"
             "Fix: method='auto'."
         )
-    return selected if method == "auto" else method
+    return applies[0] if method == "auto" else method
 
 
 def select_method(problem: Problem, objective: Objective = "makespan") -> str:
@@ -257,58 +256,52 @@ def select_method(problem: Problem, objective: Objective = "makespan") -> str:
         >>> select_method(Problem.from_costs([1, 2, 3], 2), "bottleneck")
         'bisection'
     """
+    return applicable(problem, objective)[0]
+
+
+def applicable(problem: Problem, objective: Objective) -> list[str]:
+    """List the algorithms that solve a problem, the one that `select_method` names first.
+
+    Raises:
+        BalanceError: as `select_method`.
+    """
     check_kind("problem", problem, Problem, "problem = Problem(forward, backward, recompute, n)")
     check_objective(objective)
+    n_states = count_states(problem)
     if objective == "peak_memory":
         if problem.memory is None:
             raise BalanceError(
                 "peak memory of partitions is not known: memory=None (expected a Memory where "
                 "objective='peak_memory').\nFix: memory=layer_memory(...)."
             )
-        if count_states(problem) > MOST_STATES:
+        if n_states > MOST_STATES:
             raise BalanceError(
                 "devices are of too many kinds to be put into any order: any_order=True with "
-                f"{count_states(problem)} states (expected {MOST_STATES} or fewer where "
+                f"{n_states} states (expected {MOST_STATES} or fewer where "
                 "objective='peak_memory').\nFix: any_order=False, or equal limits and speeds."
             )
-        return "peak bisection"
-    if objective != "makespan" and objective != "bottleneck":
-        assert_never(objective)
-    if problem.is_plain:
-        if objective == "bottleneck" or problem.chunks == 1:
-            return "bisection"
-        return "pareto program" if problem.checkpoint == "always" else "two-threshold sweep"
-    if count_states(problem) > MOST_STATES:
-        return "integer program"
+        return ["peak bisection"]
+    is_always = "always" in (problem.modes or ())
     if objective == "bottleneck":
-        return "set bisection"
-    if "always" in (problem.modes or ()):
-        return "box search"
-    return "set sweep" if _passes_the_same(problem) else "box search"
+        plain, general = "bisection", ["set bisection"]
+    elif objective == "makespan":
+        plain = "pareto program" if is_always else "two-threshold sweep"
+        plain = "bisection" if problem.chunks == 1 else plain
+        is_sum = not is_always and _passes_the_same(problem)
+        general = ["set sweep", "box search"] if is_sum else ["box search"]
+    else:
+        assert_never(objective)
+    return [
+        *([plain] if problem.is_plain else []),
+        *(general if n_states <= MOST_STATES else []),
+        "integer program",
+    ]
 
 
 def _passes_the_same(problem: Problem) -> bool:
     """Tell whether what is passed once is the same for every split."""
     costs = problem.costs
     return len(costs.types) == 1 and not any(costs.send) and not any(costs.give_back)
-
-
-def applicable(problem: Problem, objective: Objective, selected: str) -> list[str]:
-    """List the algorithms that solve a problem, the selected one first."""
-    names = [selected]
-    if objective == "peak_memory":
-        return names
-    if count_states(problem) <= MOST_STATES:
-        if objective == "bottleneck":
-            names.append("set bisection")
-        elif objective == "makespan":
-            if _passes_the_same(problem) and "always" not in (problem.modes or ()):
-                names.append("set sweep")
-            names.append("box search")
-        else:
-            assert_never(objective)
-    names.append("integer program")
-    return list(dict.fromkeys(names))
 
 
 def _plain(problem: Problem, objective: TimeObjective, method: str) -> Split:

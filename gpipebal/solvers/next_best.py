@@ -15,7 +15,6 @@ from gpipebal.solvers.dispatch import (
     GENERAL,
     Split,
     applicable,
-    select_method,
     solve_levels,
     split_of,
 )
@@ -49,7 +48,7 @@ def iter_best_splits(problem: Problem, objective: Objective = "makespan") -> Ite
         >>> [(best.balance, best.value) for best in islice(iter_best_splits(problem), 2)]
         [((3, 1), 198), ((2, 2), 226)]
     """
-    names = applicable(problem, objective, select_method(problem, objective))
+    names = applicable(problem, objective)
     used = next((name for name in GENERAL if name in names), None)
     if used is None or (objective == "makespan" and "always" in (problem.modes or ())):
         if count_states(problem) > MOST_STATES:

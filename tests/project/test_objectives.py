@@ -64,7 +64,7 @@ PLAN = gb.solve(PROFILE, 2)
         lambda: gb.solve(PROFILE, 2, objective=OTHER),
         lambda: find(PROBLEM, OTHER),
         lambda: select_method(LIMITED, OTHER),
-        lambda: applicable(LIMITED, OTHER, "box search"),
+        lambda: applicable(LIMITED, OTHER),
         lambda: solve_integer_program(LIMITED, OTHER),
         lambda: value_of(POSED, (0, 3, 4), ("never", "never"), (0, 1)),
         lambda: sensitivity(PROBLEM, (0, 2, 3), ["never"] * 2, (0, 1), OTHER),
