@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -21,6 +20,7 @@ from gpipebal.planner.times import order_for
 from gpipebal.problem import Device, Rules
 from gpipebal.problem.chunking import chunk_candidates
 from gpipebal.solvers import find
+from gpipebal.solvers.deadline import NO_DEADLINE, Deadline
 from gpipebal.solvers.dispatch import check_method
 from gpipebal.solvers.infeasible import no_split_by_rules
 from gpipebal.solvers.sets.levels import in_order_if_large
@@ -58,8 +58,7 @@ def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
         That of the least shortage, and a search for each thing that might help.
     """
     question = all_posed[0].question
-    seconds = question.time_limit
-    question = replace(question, until=None if seconds is None else time.monotonic() + seconds)
+    question = replace(question, deadline=Deadline(question.time_limit))
     if question.cost is not None:
         return InfeasibleError(
             "no split is allowed: cost is None or infinite for a partition of every split, or "
@@ -90,7 +89,7 @@ def _helps(question: Question, lack: int) -> list[str]:
     ways = (_other_modes, _loss_by_micro_batch, _more_chunks, _more_partitions)
     # More memory first, and whatever the time: all that has to be known for that is known already.
     groups = [
-        (_MEMORY, _more_memory(replace(question, until=None), lack)),
+        (_MEMORY, _more_memory(replace(question, deadline=NO_DEADLINE), lack)),
         *((k, way(question)) for k, way in enumerate(ways)),
     ]
     found = _tried([*groups, (5, _looser(question))], question, _several(question))
@@ -162,14 +161,10 @@ class _OutOfTimeError(Exception):
     """No more advice is looked for."""
 
 
-def _is_late(question: Question) -> bool:
-    return question.until is not None and time.monotonic() > question.until
-
-
 def has_plan(question: Question) -> bool:
     """Whether a changed question has a plan, whatever waits for busy neighbours."""
     for chunks in question.chunks or (None,):
-        if _is_late(question):
+        if question.deadline.is_up:
             raise _OutOfTimeError
         try:
             posed = pose(question, chunks)

@@ -32,6 +32,7 @@ from gpipebal.schedule import (
     modes_of,
     shares_devices,
 )
+from gpipebal.solvers.deadline import NO_DEADLINE, Deadline
 from gpipebal.solvers.dense import AnyCost
 from gpipebal.units import parse_bytes
 
@@ -102,7 +103,7 @@ class Question:
         notes: What a reader should know.
         known_memory: What is known about the memory of the profile's layers, for this question and
             for changed copies of it.
-        until: Time of the clock after which no more advice is looked for; None: no limit.
+        deadline: When no more advice is looked for.
     """
 
     profile: Profile
@@ -125,7 +126,7 @@ class Question:
     gradients_exist: bool = False
     notes: tuple[str, ...] = ()
     known_memory: KnownMemory = field(default_factory=KnownMemory, compare=False, repr=False)
-    until: float | None = None
+    deadline: Deadline = field(default=NO_DEADLINE, compare=False, repr=False)
 
     @property
     def minimised(self) -> Quantity:

@@ -15,13 +15,13 @@ from gpipebal.planner.plans import fits, plan_of_split, with_sensitivity
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Options, Size, ask
 from gpipebal.planner.search.best import best_of_all
-from gpipebal.planner.search.deadline import Deadline
 from gpipebal.planner.search.open_modes import quicker, roomier
 from gpipebal.planner.times import order_for
 from gpipebal.problem import Link, Rules
 from gpipebal.profile import Profile
 from gpipebal.schedule import Checkpoint, check_count
 from gpipebal.solvers import Objective, iter_best_splits
+from gpipebal.solvers.deadline import NO_DEADLINE
 from gpipebal.solvers.dense import AnyCost
 from gpipebal.solvers.dispatch import check_method
 
@@ -252,7 +252,7 @@ def top_plans(profile: Profile, k: int, partitions: int, **options: Unpack[Optio
                     bound = min(bound, split.lower_bound)
                 plan = roomier(at, plan)
                 if fits(plan):
-                    plan = quicker(at, plan, Deadline(None))
+                    plan = quicker(at, plan, NO_DEADLINE)
             if fits(plan):
                 found.append((plan.value, len(found), at, plan))
                 continue

@@ -29,7 +29,7 @@ The first three methods fill partitions one after the other: `chain` has their v
 
 Without a method name: `next_best` (the k best splits), `infeasible` (why there is no split),
 `dense` (any cost of a partition), and `knapsack` (the cheapest way through a chain under a limit of
-bytes, for `gpipebal.planner.recompute_layers`).
+bytes, for `gpipebal.planner.recompute_layers`). `deadline` is the clock of them all.
 """
 
 from __future__ import annotations

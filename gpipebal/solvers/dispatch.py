@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field, replace
 from typing import Literal, assert_never
 
@@ -12,6 +11,7 @@ from gpipebal.objectives import Objective, TimeObjective, check_objective
 from gpipebal.problem import Problem, to_balance
 from gpipebal.problem.checks import check_time_limit
 from gpipebal.schedule import CheckpointMode
+from gpipebal.solvers.deadline import NO_DEADLINE, Deadline
 from gpipebal.solvers.filling.always import solve_makespan_always
 from gpipebal.solvers.filling.bottleneck import solve_bottleneck
 from gpipebal.solvers.filling.makespan import solve_makespan
@@ -159,7 +159,7 @@ def find(
 ) -> Split | None:
     """Do what `split` does, and return None if no split fits the devices and keeps the rules."""
     used = check_method(problem, objective, method)
-    time_limit = check_time_limit(time_limit)
+    deadline = Deadline(check_time_limit(time_limit))
     if objective == "peak_memory":
         peak = least_peak(problem)
         if peak is None:
@@ -169,23 +169,22 @@ def find(
     if used in ("bisection", "two-threshold sweep", "pareto program"):
         return _plain(problem, objective, used)
     levels = Levels(problem, stateless=used == "integer program")
-    until = None if time_limit is None else time.monotonic() + time_limit
     best: AnyMode | BestPath | None
     if used == "integer program":
-        best = solve_integer_program(problem, objective, time_limit)
+        best = solve_integer_program(problem, objective, deadline)
     elif objective == "makespan" and (problem.modes is None or "always" in problem.modes):
 
         def solve(levels: Levels) -> BestPath | None:
             # Where the last partition is charged for its recompute, what is passed once differs.
             method = "box search" if levels.early else used
-            return solve_levels(problem, method, levels, until)
+            return solve_levels(problem, method, levels, deadline)
 
         best = solve_any_mode(problem, levels, solve)
         if best is not None:
-            best = _closed(problem, best, until) if method == "auto" else best
+            best = _closed(problem, best, deadline) if method == "auto" else best
             levels = best.levels
     elif objective == "makespan" or objective == "bottleneck":
-        best = solve_levels(problem, used, levels, until)
+        best = solve_levels(problem, used, levels, deadline)
     else:
         assert_never(objective)
     if best is None:
@@ -194,19 +193,17 @@ def find(
     return split_of(levels, best.path, *numbers, used)
 
 
-def _closed(problem: Problem, best: AnyMode, until: float | None) -> AnyMode:
+def _closed(problem: Problem, best: AnyMode, deadline: Deadline) -> AnyMode:
     """Close the gap that a visible recompute has left, as far as HiGHS can on a short chain.
 
     Returns:
         The better of the answer and that of HiGHS, with the better of their bounds.
     """
     n_runs = problem.n_layers**2 * problem.n_partitions // 2
-    left = None if until is None else until - time.monotonic()
-    out_of_time = left is not None and left <= 0
-    if best.lower_bound >= best.value or n_runs > _FEW_RUNS or out_of_time:
+    if best.lower_bound >= best.value or n_runs > _FEW_RUNS or deadline.is_up:
         return best
     try:
-        other = solve_integer_program(problem, "makespan", left)
+        other = solve_integer_program(problem, "makespan", deadline)
     except BalanceError:
         return best  # it is too large after all, or nothing was found in time
     assert other is not None
@@ -324,15 +321,15 @@ def _plain(problem: Problem, objective: TimeObjective, method: str) -> Split:
 
 
 def solve_levels(
-    problem: Problem, method: str, levels: Levels, until: float | None = None
+    problem: Problem, method: str, levels: Levels, deadline: Deadline = NO_DEADLINE
 ) -> BestPath | None:
-    """Run one of the general algorithms, until a time of the clock; None if there is no split."""
+    """Run one of the general algorithms; None if there is no split."""
     search = Search(levels)
     repeats = problem.chunks - 1
     if method == "box search":
-        return least_makespan(search, repeats, until)
+        return least_makespan(search, repeats, deadline)
     if method == "set bisection":
-        return least_bottleneck(search, until)
+        return least_bottleneck(search, deadline)
     found = least_sum(search, repeated=repeats > 0)
     if found is None:
         return None

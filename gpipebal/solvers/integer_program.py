@@ -9,7 +9,6 @@ whichever are allowed; the price is N^2 K / 2 variables.
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from fractions import Fraction
 from itertools import islice
@@ -21,6 +20,7 @@ import numpy as np
 from gpipebal.errors import BalanceError
 from gpipebal.objectives import TimeObjective
 from gpipebal.problem import Problem
+from gpipebal.solvers.deadline import NO_DEADLINE, Deadline
 from gpipebal.solvers.sets.levels import Levels, Step
 from gpipebal.solvers.sets.reachability import BestPath, Path, Search
 from gpipebal.solvers.sets.runs import Option
@@ -61,14 +61,14 @@ class _Run(NamedTuple):
 
 
 def solve_integer_program(
-    problem: Problem, objective: TimeObjective, time_limit: float | None = None
+    problem: Problem, objective: TimeObjective, deadline: Deadline = NO_DEADLINE
 ) -> BestPath | None:
     """Find the best split with HiGHS; None if there is no split.
 
     Args:
         problem: The problem.
         objective: ``'makespan'`` or ``'bottleneck'``.
-        time_limit: Seconds after which the best split so far is returned, with its bound. Where
+        deadline: When it is up, the best split so far is returned, with its bound. Where
             HiGHS would not look at the clock in time, only the relaxation is solved, in which runs
             may be chosen in part, unless no split is known: it tells a bound.
 
@@ -87,7 +87,6 @@ def solve_integer_program(
         HiGHS through `scipy.optimize.milp`: Huangfu and Hall, "Parallelizing the dual revised
         simplex method", Mathematical Programming Computation 10(1), 2018. The formulation is own.
     """
-    started = time.monotonic()
     levels = Levels(problem, stateless=True)
     # The best bottleneck in the given order of devices is a split to begin with, mostly.
     in_order = Search(Levels(replace(problem, any_order=False)))
@@ -115,8 +114,8 @@ def solve_integer_program(
     ]
     unit = max(max(most) if value is None else value, 1)
     while True:
-        left = None if time_limit is None else time_limit - (time.monotonic() - started)
-        found = _solve(problem, levels, runs, objective, unit, left, needs_path=known is None)
+        is_late = deadline.is_up
+        found = _solve(problem, levels, runs, objective, unit, deadline, needs_path=known is None)
         path, dual, is_sure = found or (None, Fraction(0), False)
         if path is not None:
             exact = _exact(problem, levels, path, objective)
@@ -125,8 +124,8 @@ def solve_integer_program(
         if known is None or value is None:
             if is_sure:
                 return None
-            raise _nothing_found(time_limit, failed=found is None)
-        if 2 * value >= unit or value == 0 or (left is not None and left <= 0):
+            raise _nothing_found(deadline, failed=found is None)
+        if 2 * value >= unit or value == 0 or is_late:
             break
         # HiGHS took what is small compared with the first value for nothing: once more, enlarged.
         unit = value
@@ -141,7 +140,7 @@ def solve_integer_program(
 _BY_ITSELF = "method='auto'"
 
 
-def _nothing_found(time_limit: float | None, *, failed: bool) -> BalanceError:
+def _nothing_found(deadline: Deadline, *, failed: bool) -> BalanceError:
     if failed:
         return BalanceError(
             "no split was found: HiGHS gave up because of its own arithmetic (expected a split, or "
@@ -149,7 +148,7 @@ def _nothing_found(time_limit: float | None, *, failed: bool) -> BalanceError:
             "Fix: any_order=False, devices in the order in which they are to be used."
         )
     return BalanceError(
-        f"no split was found in time: time_limit={time_limit} (expected enough for HiGHS "
+        f"no split was found in time: time_limit={deadline.time_limit} (expected enough for HiGHS "
         "to find a first one, or to prove that there is none).\n"
         "Fix: a larger time_limit, or any_order=False."
     )
@@ -208,7 +207,7 @@ def _solve(
     runs: list[_Run],
     objective: TimeObjective,
     unit: int,
-    time_limit: float | None,
+    deadline: Deadline,
     *,
     needs_path: bool,
 ) -> tuple[Path | None, Fraction, bool] | None:
@@ -220,10 +219,9 @@ def _solve(
         The path it found, if any; its bound; and where there is no path, whether there is none.
         None if HiGHS failed at every scale.
     """
-    started = time.monotonic()
     for scale in _SCALES:
         program = _Program(problem, levels, runs, objective, unit, scale)
-        left = None if time_limit is None else time_limit - (time.monotonic() - started)
+        left = deadline.left
         between = _BETWEEN_LOOKS * len(runs)
         if left is None or needs_path:
             found = program.solve(left)

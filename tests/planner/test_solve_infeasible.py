@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from gpipebal.errors import InfeasibleError
 from gpipebal.planner import advice as planner_advice
 from gpipebal.planner import solve, top_plans
 from gpipebal.problem import Device
+from gpipebal.solvers.deadline import Deadline
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
@@ -118,9 +118,16 @@ def test_advice_is_looked_for_no_longer_than_the_time_limit(
     options: dict[str, Any] = {"partitions": 2, "memory_limit": 750, "reserve": 200}
     everything = follow_all(plain, {**options, "time_limit": 60})
     assert everything == ["partitions=3", "reserve=150", "memory_limit=800"]
-    # A clock that stands still until so many changes have been asked about.
-    calls = iter([0.0] * (1 + n_asked) + [61.0] * 100)
-    monkeypatch.setattr(planner_advice, "time", SimpleNamespace(monotonic=lambda: next(calls)))
+    # Time is up when so many changes have been asked about.
+    looks = iter([False] * n_asked + [True] * 100)
+
+    class Counted(Deadline):
+        @property
+        def is_up(self) -> bool:
+            assert self.time_limit == 60
+            return next(looks)
+
+    monkeypatch.setattr(planner_advice, "Deadline", Counted)
     with pytest.raises(InfeasibleError) as raised:
         solve(plain, time_limit=60, **options)
     *found, late = advice_of(raised.value)

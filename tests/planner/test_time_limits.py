@@ -20,9 +20,9 @@ from gpipebal.errors import BalanceError, InfeasibleError
 from gpipebal.planner.posing import Posed
 from gpipebal.planner.schedules import search
 from gpipebal.planner.schedules.costs import ScheduleCosts
-from gpipebal.planner.search import best, best_way, deadline
+from gpipebal.planner.search import best, best_way
 from gpipebal.problem import Device, Problem
-from gpipebal.solvers import Split, find, split
+from gpipebal.solvers import Split, deadline, find, split
 
 
 @settings(max_examples=40, deadline=None)
@@ -89,7 +89,7 @@ def test_the_search_under_a_schedule_has_what_the_first_split_leaves(
 ) -> None:
     """Where finding that one takes all the time, no cuts are moved."""
     now, n_tried = [0.0], [0]
-    monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: now[0]))
     makespans = ScheduleCosts.makespans
 
     def slow(*given: Any, **options: Any) -> Split | None:

@@ -30,12 +30,12 @@ from gpipebal.plan import Plan
 from gpipebal.planner.plans import fits, plan_of_split
 from gpipebal.planner.posing import Posed
 from gpipebal.planner.search.all_ways import all_ways
-from gpipebal.planner.search.deadline import Deadline
 from gpipebal.planner.search.open_modes import quicker, roomier
 from gpipebal.problem import Link, Problem, Rules, to_bounds
 from gpipebal.profile import Profile
 from gpipebal.schedule import CheckpointMode
 from gpipebal.solvers import Split, iter_best_splits, split_any_cost
+from gpipebal.solvers.deadline import NO_DEADLINE
 
 __all__ = ["Additions", "Replicated", "all_reduce_time", "best_replicated", "last_ends"]
 
@@ -311,7 +311,7 @@ class _BestReplica:
             if self._posed.is_open:
                 self._left_out = min(self._left_out, bound)
         if time < self._time and fits(plan):
-            plan = quicker(self._posed, plan, Deadline(None))
+            plan = quicker(self._posed, plan, NO_DEADLINE)
             self._plan = self._with_bound(plan)
             self._time = self._time_of(found.bounds, plan.modes)
 

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from gpipebal.solvers.deadline import Deadline
 from gpipebal.solvers.knapsack.knapsack import Way, cheapest, lowest
 from gpipebal.solvers.knapsack.network import Arc, Network
 
@@ -82,11 +83,10 @@ def choices_of(
         ways = [Way(arcs, sum(a.cost for a in arcs), 0, network.peak(arcs)) for arcs in all_arcs]
         return [way for way in ways if limit is None or way.peak <= limit], True
     found: list[Way] = []
-    until = None if time_limit is None else time.monotonic() + time_limit
+    deadline = Deadline(time_limit)
     room = network.peak(network.lightest(1, 0)) if limit is None else limit
     while room > least.peak and len(found) < most - 1:
-        left = None if until is None else max(0.0, until - time.monotonic())
-        way = cheapest(network, room, left)
+        way = cheapest(network, room, deadline.left)
         if way is None or way.peak <= least.peak:
             break
         found.append(way)

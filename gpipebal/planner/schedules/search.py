@@ -14,7 +14,6 @@ better than the best one found: if they are few, all are tried, and the result i
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
@@ -25,6 +24,7 @@ from gpipebal.planner.times import order_for
 from gpipebal.problem import Problem
 from gpipebal.schedule import Checkpoint, check_known_schedule, partitions_on_each
 from gpipebal.solvers import Split, find, select_method, split
+from gpipebal.solvers.deadline import Deadline
 
 __all__ = ["bound_of", "search_schedule"]
 
@@ -94,7 +94,7 @@ def search_schedule(
     """
     schedule = check_known_schedule(schedule)
     partitions_on_each(schedule, problem.n_partitions)  # raises before anything is searched
-    until = None if time_limit is None else time.monotonic() + time_limit
+    deadline = Deadline(time_limit)
     start = find(problem, "bottleneck", time_limit=time_limit)
     if start is None:
         return None
@@ -102,7 +102,7 @@ def search_schedule(
     costs = ways.costs
     if most_trials is None:
         most_trials = max(200, min(MOST_TRIALS, MOST_ACTIONS // costs.n_actions))
-    tried = _Tried(ways, start.bounds, most_trials, until)
+    tried = _Tried(ways, start.bounds, most_trials, deadline)
     least, at_bound = costs.relaxed.smallest()
     tried.add([start.bounds, at_bound])
     # Moving cuts is what mostly helps, so it has most of the time.
@@ -207,14 +207,14 @@ class _Tried:
     """
 
     def __init__(
-        self, ways: Ways, start: tuple[int, ...], most_trials: int, until: float | None
+        self, ways: Ways, start: tuple[int, ...], most_trials: int, deadline: Deadline
     ) -> None:
         self._ways = ways
-        self._until = until
+        self._deadline = deadline
         self._left = most_trials
         # All at once is fastest, but time may be up in between.
         at_once = max(1, _AT_ONCE // ways.costs.n_actions)
-        self._at_once = most_trials if until is None else at_once
+        self._at_once = most_trials if deadline.left is None else at_once
         self.values: dict[tuple[int, ...], float] = {}
         self.bounds, self.value = start, float("inf")
         self._bottleneck = 0
@@ -222,8 +222,7 @@ class _Tried:
     @property
     def left(self) -> int:
         """How many more splits may be tried; none when time is up."""
-        late = self._until is not None and time.monotonic() > self._until
-        return 0 if late and self.values else self._left
+        return 0 if self._deadline.is_up and self.values else self._left
 
     def add(self, splits: Iterable[tuple[int, ...]]) -> None:
         """Try splits that are allowed and new, as long as any may be tried."""

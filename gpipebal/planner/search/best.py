@@ -15,7 +15,6 @@ from gpipebal.planner.plans import fits, plan_of_split, value_of
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.search.all_ways import all_ways
 from gpipebal.planner.search.best_way import best_way
-from gpipebal.planner.search.deadline import Deadline
 from gpipebal.planner.search.lower_bounds import quick_bound_of
 from gpipebal.planner.search.lower_limits import under_lower_limits
 from gpipebal.planner.search.open_modes import quicker, roomier
@@ -23,6 +22,7 @@ from gpipebal.planner.search.solved import solved
 from gpipebal.problem import Problem, to_bounds
 from gpipebal.schedule import CHECKPOINT_MODES
 from gpipebal.solvers import Split, iter_best_splits
+from gpipebal.solvers.deadline import Deadline
 from gpipebal.solvers.sets.levels import MOST_STATES, Levels, count_states
 from gpipebal.solvers.sets.peak import least_shortage
 

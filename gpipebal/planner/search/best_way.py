@@ -17,8 +17,8 @@ from typing import NamedTuple
 from gpipebal.plan import Plan
 from gpipebal.planner.plans import fits, plan_of_split, value_of
 from gpipebal.planner.posing import Posed
-from gpipebal.planner.search.deadline import Deadline
 from gpipebal.solvers import Split
+from gpipebal.solvers.deadline import Deadline
 
 __all__ = ["best_way"]
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 from gpipebal.plan import Plan
 from gpipebal.planner.plans import fits, keeps_limit, plan_of_split, value_of
 from gpipebal.planner.posing import Posed
-from gpipebal.planner.search.deadline import Deadline
 from gpipebal.problem import to_bounds
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 from gpipebal.solvers import Split
+from gpipebal.solvers.deadline import Deadline
 
 __all__ = ["quicker", "roomier"]
 

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import heapq
 import math
-import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from gpipebal.solvers.deadline import Deadline
 from gpipebal.solvers.knapsack.network import (
     Arc,
     Network,
@@ -282,7 +282,7 @@ def _search(
         The best label at an end; None: none is better than `known`. And, if time ran out, the bound
         on all labels that were left; else None.
     """
-    until = None if time_limit is None else time.monotonic() + time_limit
+    deadline = Deadline(time_limit)
     place = {node: k for k, node in enumerate((*network.arcs, *network.ends))}
     start = _Label(network.start, 0, network.held, network.no_moments, None, None)
     first = bound(start)
@@ -297,7 +297,7 @@ def _search(
         if label.node in network.ends:
             return label, None
         n_taken += 1
-        if until is not None and n_taken % _BETWEEN_LOOKS == 0 and time.monotonic() > until:
+        if n_taken % _BETWEEN_LOOKS == 0 and deadline.is_up:
             return None, value
         others = done[label.node]
         if any(_dominates(other, label) for other in others):

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from itertools import count
 from typing import NamedTuple
 
+from gpipebal.solvers.deadline import NO_DEADLINE, Deadline
 from gpipebal.solvers.sets.levels import Step
 from gpipebal.solvers.sets.reachability import BestPath, Path, Search, TimeIsUpError
 
@@ -29,7 +30,9 @@ class _Box(NamedTuple):
     second: tuple[int, int]
 
 
-def least_makespan(search: Search, repeats: int, until: float | None = None) -> BestPath | None:
+def least_makespan(
+    search: Search, repeats: int, deadline: Deadline = NO_DEADLINE
+) -> BestPath | None:
     """End the mini-batch as early as possible; None if there is no split.
 
     Minimises once + repeats * (largest forward + largest backward_phase) over the splits allowed.
@@ -38,7 +41,7 @@ def least_makespan(search: Search, repeats: int, until: float | None = None) -> 
     Args:
         search: Where to search.
         repeats: Number of micro-batches less one.
-        until: When the clock is past this, the best split so far is returned, as soon as there is
+        deadline: When it is up, the best split so far is returned, as soon as there is
             one; None: no limit.
 
     Complexity:
@@ -63,7 +66,7 @@ def least_makespan(search: Search, repeats: int, until: float | None = None) -> 
     best = start.path
     value = _makespan(best, repeats)
     bound = repeats * start.value
-    search.until = until
+    search.deadline = deadline
     try:
         tickets = count()
         least = search.smallest("forward").value, search.smallest("backward_phase").value
@@ -89,7 +92,7 @@ def least_makespan(search: Search, repeats: int, until: float | None = None) -> 
     except TimeIsUpError:
         return BestPath(value, min(bound, value), best)
     finally:
-        search.until = None
+        search.deadline = NO_DEADLINE
     return BestPath(value, value, best)
 
 

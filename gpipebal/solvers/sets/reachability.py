@@ -10,7 +10,6 @@ and from the right, leaves a window for each cut.
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -20,6 +19,7 @@ from typing import NamedTuple, TypeAlias
 
 from gpipebal.schedule import CheckpointMode
 from gpipebal.solvers.bisection import floor, smallest_limit
+from gpipebal.solvers.deadline import NO_DEADLINE, Deadline
 from gpipebal.solvers.sets.levels import Levels, Step
 from gpipebal.solvers.sets.runs import Cost, Option
 
@@ -98,8 +98,8 @@ class Search:
         self._kinds_of = [sorted({step.kind for step in steps}) for steps in levels.steps]
         self.used = sorted({kind for kinds in self._kinds_of for kind in kinds})
         self._least: dict[str, int] = {}
-        #: Searches are given up when the clock is past this; None: never.
-        self.until: float | None = None
+        #: Searches are given up when it is up.
+        self.deadline = NO_DEADLINE
 
     def check_time(self) -> None:
         """Give up if time is up.
@@ -107,7 +107,7 @@ class Search:
         Raises:
             TimeIsUpError: it is.
         """
-        if self.until is not None and time.monotonic() > self.until:
+        if self.deadline.is_up:
             raise TimeIsUpError
 
     def windows(self, limits: Mapping[str, int]) -> Windows | None:
@@ -320,7 +320,7 @@ class Search:
         *,
         at_least: int | None = None,
         at_most: int | None = None,
-        until: float | None = None,
+        deadline: Deadline = NO_DEADLINE,
     ) -> Found:
         """Find the smallest limit in a dimension that some split keeps along with other limits.
 
@@ -329,10 +329,10 @@ class Search:
             limits: Limits in other dimensions.
             at_least: A known lower bound; None: none.
             at_most: Give up as soon as the smallest limit is proven to exceed this.
-            until: Time of the clock after which any split will do.
+            deadline: When any split will do.
 
         Returns:
-            The value (equal to its lower bound, unless `until` has passed) and the leftmost split
+            The value (equal to its lower bound, unless the deadline is up) and the leftmost split
             found with it; or no split, if every one exceeds `at_most`, or none keeps `limits`.
 
         Complexity:
@@ -355,7 +355,7 @@ class Search:
         # Only what begins in these windows can be in a split with a smaller limit than the best.
         windows = self.windows({**others, dimension: highest})
         while windows is not None and lower <= highest and (upper is None or lower < upper):
-            if until is not None and time.monotonic() > until:
+            if deadline.is_up:
                 if upper is not None:
                     break
                 trial = highest

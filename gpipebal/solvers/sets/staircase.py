@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+from gpipebal.solvers.deadline import NO_DEADLINE, Deadline
 from gpipebal.solvers.sets.evenness import most_even
 from gpipebal.solvers.sets.reachability import BestPath, Path, Search, TimeIsUpError
 
 __all__ = ["least_bottleneck", "least_sum", "settle"]
 
 
-def least_bottleneck(search: Search, until: float | None = None) -> BestPath | None:
+def least_bottleneck(search: Search, deadline: Deadline = NO_DEADLINE) -> BestPath | None:
     """Make the slowest partition as fast as possible; None if there is no split.
 
     Ties are broken by the least sum of squared partition times, then by the leftmost cuts. Once the
@@ -24,14 +25,14 @@ def least_bottleneck(search: Search, until: float | None = None) -> BestPath | N
     Complexity:
         That of `Search.smallest` and `most_even`.
     """
-    found = search.smallest("load", until=until)
+    found = search.smallest("load", deadline=deadline)
     if found.path is None:
         return None
     path = found.path
-    search.until = until
+    search.deadline = deadline
     with suppress(TimeIsUpError):
         path = most_even(search, {"load": found.value}) or path
-    search.until = None
+    search.deadline = NO_DEADLINE
     return BestPath(found.value, found.lower_bound, path)
 
 

@@ -1,14 +1,17 @@
-"""How much is left of a time limit."""
+"""How much is left of a time limit: the only clock of searches."""
 
 from __future__ import annotations
 
 import time
 
-__all__ = ["Deadline"]
+__all__ = ["NO_DEADLINE", "Deadline"]
 
 
 class Deadline:
     """How much is left of a time limit, which begins to run now; None: no limit.
+
+    Attributes:
+        time_limit: The limit in seconds.
 
     Example:
         >>> Deadline(None).left, Deadline(0).left, Deadline(None).is_up, Deadline(0).is_up
@@ -16,6 +19,7 @@ class Deadline:
     """
 
     def __init__(self, time_limit: float | None) -> None:
+        self.time_limit = time_limit
         self._until = None if time_limit is None else time.monotonic() + time_limit
 
     @property
@@ -27,3 +31,7 @@ class Deadline:
     def is_up(self) -> bool:
         """Whether no time is left."""
         return self.left == 0
+
+
+#: That of searches without a limit.
+NO_DEADLINE = Deadline(None)
