@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -238,15 +238,10 @@ _ASKED: dict[str, Objective] = {
 def _posed_at_quantile(plan: Plan, profile: Profile, options: Options) -> Posed:
     """Pose the question what balances cost, at the quantile that the plan was made with."""
     quantile = options.get("quantile")
-    devices = options.get("devices")
     if quantile is not None:
+        # Taken before the rows of micro-batches are chosen, as in `solve`.
         profile = at_quantile(profile, quantile)
-        if isinstance(devices, Iterable):
-            devices = [
-                at_quantile(one, quantile) if isinstance(one, Profile) else one for one in devices
-            ]
-    given = Options(objective=_ASKED[plan.objective], devices=devices, link=options.get("link"))
-    return posed_as(plan, profile, given)
+    return posed_as(plan, profile, {**options, "objective": _ASKED[plan.objective]})
 
 
 def _row(rule: str, costs: Plan, plan: Plan) -> RuleRow:
