@@ -72,7 +72,7 @@ class Rules:
     @cached_property
     def pinned(self) -> tuple[tuple[int, int], ...]:
         """Layer and partition of each pinned layer."""
-        return tuple(self.pin.items() if isinstance(self.pin, Mapping) else self.pin)
+        return tuple(self.pin)  # type: ignore[arg-type]  # made so when the rules were
 
     @cached_property
     def uncut(self) -> frozenset[int]:

@@ -17,7 +17,7 @@ from gpipebal.solvers.filling.bottleneck import solve_bottleneck
 from gpipebal.solvers.filling.makespan import solve_makespan
 from gpipebal.solvers.infeasible import explain_infeasible
 from gpipebal.solvers.integer_program import solve_integer_program
-from gpipebal.solvers.sets.any_mode import AnyMode, solve_any_mode
+from gpipebal.solvers.sets.any_mode import solve_any_mode
 from gpipebal.solvers.sets.boxes import least_makespan
 from gpipebal.solvers.sets.levels import MOST_STATES, Levels, count_states
 from gpipebal.solvers.sets.peak import least_peak
@@ -162,14 +162,10 @@ def find(
     deadline = Deadline(check_time_limit(time_limit))
     if objective == "peak_memory":
         peak = least_peak(problem)
-        if peak is None:
-            return None
-        value, path, levels = peak
-        return split_of(levels, path, value, value, used)
+        return None if peak is None else split_of(peak[1], peak[0], peak[0], used)
     if used in ("bisection", "two-threshold sweep", "pareto program"):
         return _plain(problem, objective, used)
     levels = Levels(problem, stateless=used == "integer program")
-    best: AnyMode | BestPath | None
     if used == "integer program":
         best = solve_integer_program(problem, objective, deadline)
     elif objective == "makespan" and (problem.modes is None or "always" in problem.modes):
@@ -180,9 +176,8 @@ def find(
             return solve_levels(problem, method, levels, deadline)
 
         best = solve_any_mode(problem, levels, solve)
-        if best is not None:
-            best = _closed(problem, best, deadline) if method == "auto" else best
-            levels = best.levels
+        if best is not None and method == "auto":
+            best = _closed(problem, best, deadline)
     elif objective == "makespan" or objective == "bottleneck":
         best = solve_levels(problem, used, levels, deadline)
     else:
@@ -190,10 +185,10 @@ def find(
     if best is None:
         return None
     numbers = (problem.to_time(best.value), problem.to_time(best.lower_bound))
-    return split_of(levels, best.path, *numbers, used)
+    return split_of(best.path, *numbers, used)
 
 
-def _closed(problem: Problem, best: AnyMode, deadline: Deadline) -> AnyMode:
+def _closed(problem: Problem, best: BestPath, deadline: Deadline) -> BestPath:
     """Close the gap that a visible recompute has left, as far as HiGHS can on a short chain.
 
     Returns:
@@ -209,7 +204,7 @@ def _closed(problem: Problem, best: AnyMode, deadline: Deadline) -> AnyMode:
     assert other is not None
     bound = max(best.lower_bound, other.lower_bound)
     if other.value < best.value:
-        best = AnyMode(other.value, bound, other.path, Levels(problem, stateless=True))
+        best = other
     return best._replace(lower_bound=min(bound, best.value))
 
 
@@ -338,7 +333,7 @@ def solve_levels(
     return BestPath(value, value, found[1])
 
 
-def split_of(levels: Levels, path: Path, value: float, lower_bound: float, method: str) -> Split:
+def split_of(path: Path, value: float, lower_bound: float, method: str) -> Split:
     return Split(
         bounds=path.bounds,
         value=value,
@@ -346,5 +341,5 @@ def split_of(levels: Levels, path: Path, value: float, lower_bound: float, metho
         status="optimal" if lower_bound >= value else "feasible",
         method=method,
         modes=path.modes,
-        order=levels.devices_of(path.groups),
+        order=path.order,
     )

@@ -93,7 +93,7 @@ def solve_integer_program(
     known = in_order.smallest("load").path
     if known is None and not problem.any_order:
         return None
-    value = None if known is None else _exact(problem, levels, known, objective)
+    value = None if known is None else _exact(problem, known, objective)
     # A run that alone takes longer than a whole split is of no use.
     useful = (
         run
@@ -118,7 +118,7 @@ def solve_integer_program(
         found = _solve(problem, levels, runs, objective, unit, deadline, needs_path=known is None)
         path, dual, is_sure = found or (None, Fraction(0), False)
         if path is not None:
-            exact = _exact(problem, levels, path, objective)
+            exact = _exact(problem, path, objective)
             if value is None or exact <= value:
                 known, value = path, exact
         if known is None or value is None:
@@ -154,14 +154,14 @@ def _nothing_found(deadline: Deadline, *, failed: bool) -> BalanceError:
     )
 
 
-def _exact(problem: Problem, levels: Levels, path: Path, objective: TimeObjective) -> int:
+def _exact(problem: Problem, path: Path, objective: TimeObjective) -> int:
     if objective == "makespan":
         of = problem.costs.makespan
     elif objective == "bottleneck":
         of = problem.costs.bottleneck
     else:
         assert_never(objective)
-    return of(path.bounds, path.modes, levels.devices_of(path.groups))
+    return of(path.bounds, path.modes, path.order)
 
 
 def _runs(levels: Levels) -> Iterator[_Run]:
@@ -322,8 +322,8 @@ class _Program:
     def _path(self, chosen: list[int]) -> Path:
         runs = sorted((self._runs[v] for v in chosen), key=lambda run: run.level)
         bounds = (0, *(run.end for run in runs))
-        groups = tuple(run.step.group for run in runs)
-        return Path(bounds, groups, tuple(run.option for run in runs))
+        order = self._levels.devices_of([run.step.group for run in runs])
+        return Path(bounds, order, tuple(run.option for run in runs))
 
     def _add_path(self, k: int) -> None:
         """Let a partition have one run, which begins where that of the partition before ends."""

@@ -73,7 +73,7 @@ def iter_best_splits(problem: Problem, objective: Objective = "makespan") -> Ite
 def _splits(problem: Problem, used: str, levels: Levels) -> Iterator[Split]:
     for value, path in ranked(levels, partial(solve_levels, problem, used)):
         bound = problem.to_time(value)
-        yield split_of(levels, path, bound, bound, used)
+        yield split_of(path, bound, bound, used)
 
 
 def _in_order(problem: Problem, found: Iterator[Split]) -> Iterator[Split]:

@@ -23,7 +23,8 @@ from gpipebal.problem import Problem, to_bounds
 from gpipebal.schedule import CHECKPOINT_MODES
 from gpipebal.solvers import Split, iter_best_splits
 from gpipebal.solvers.deadline import Deadline
-from gpipebal.solvers.sets.levels import MOST_STATES, Levels, count_states
+from gpipebal.solvers.dispatch import split_of
+from gpipebal.solvers.sets.levels import MOST_STATES, count_states
 from gpipebal.solvers.sets.peak import least_shortage
 
 __all__ = ["MOST_WAYS", "Best", "best_of", "best_of_all"]
@@ -232,13 +233,11 @@ def _with_most_room(posed: Posed) -> Plan | None:
             short = least_shortage(one)
             if short is None:
                 continue
-            levels, path = Levels(one), short[1]
-            order = levels.devices_of(path.groups)
-            value = value_of(posed, path.bounds, path.modes, order)
+            path = short[1]
+            value = value_of(posed, path.bounds, path.modes, path.order)
             if value is None:
                 continue
-            method = "peak bisection"
-            split = Split(path.bounds, value, 0.0, "feasible", method, path.modes, order)
+            split = split_of(path, value, 0.0, "peak bisection")
             plan = roomier(posed, plan_of_split(posed, split))
             if fits(plan):
                 return replace(plan, notes=(*plan.notes, _BY_PEAK))

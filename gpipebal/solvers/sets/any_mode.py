@@ -13,29 +13,19 @@ what is left.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from gpipebal.problem import Problem
 from gpipebal.schedule import CheckpointMode
 from gpipebal.solvers.sets.levels import Levels
-from gpipebal.solvers.sets.reachability import BestPath, Path
+from gpipebal.solvers.sets.reachability import BestPath
 
-__all__ = ["AnyMode", "solve_any_mode"]
+__all__ = ["solve_any_mode"]
 
 #: A solver of some levels; None if there is no split.
 Solve = Callable[[Levels], BestPath | None]
 
 
-class AnyMode(NamedTuple):
-    """The best makespan found, its bound, the split, and the levels that its groups are of."""
-
-    value: int
-    lower_bound: int
-    path: Path
-    levels: Levels
-
-
-def solve_any_mode(problem: Problem, levels: Levels, solve: Solve) -> AnyMode | None:
+def solve_any_mode(problem: Problem, levels: Levels, solve: Solve) -> BestPath | None:
     """Choose cuts and modes so that the mini-batch ends as early as possible.
 
     Args:
@@ -78,10 +68,10 @@ def _levels_with(
     )
 
 
-def _solved(problem: Problem, levels: Levels, solve: Solve, at_least: int = 0) -> AnyMode | None:
+def _solved(problem: Problem, levels: Levels, solve: Solve, at_least: int = 0) -> BestPath | None:
     found = solve(levels)
     if found is None:
         return None
     _, lower_bound, path = found
-    value = problem.costs.makespan(path.bounds, path.modes, levels.devices_of(path.groups))
-    return AnyMode(value, min(max(lower_bound, at_least), value), path, levels)
+    value = problem.costs.makespan(path.bounds, path.modes, path.order)
+    return BestPath(value, min(max(lower_bound, at_least), value), path)

@@ -32,7 +32,7 @@ class Lack(NamedTuple):
     end: int
 
 
-def least_peak(problem: Problem) -> tuple[int, Path, Levels] | None:
+def least_peak(problem: Problem) -> tuple[int, Path] | None:
     """Make the largest peak memory of a partition as small as possible; None if there is no split.
 
     Minimises the largest number of bytes that a partition needs, over all splits that keep every
@@ -40,8 +40,7 @@ def least_peak(problem: Problem) -> tuple[int, Path, Levels] | None:
     times, leftmost cuts.
 
     Returns:
-        Bytes, the split, and the levels in which the split's groups of devices are groups: devices
-        whose limits differ are equal once both are limited to the peak.
+        Bytes, and the split.
 
     Complexity:
         O(N^2 log N) for N layers, to put all peaks in order, and a search for each of about
@@ -51,7 +50,7 @@ def least_peak(problem: Problem) -> tuple[int, Path, Levels] | None:
         >>> from gpipebal.problem import layer_memory
         >>> memory = layer_memory([1, 1, 6, 1], [0] * 4, [0] * 4, chunks=2)
         >>> problem = Problem([1] * 4, [1] * 4, [0] * 4, 2, chunks=2, memory=memory)
-        >>> value, path, _ = least_peak(problem)
+        >>> value, path = least_peak(problem)
         >>> value, path.bounds
         (7, (0, 2, 4))
     """
@@ -64,10 +63,9 @@ def least_peak(problem: Problem) -> tuple[int, Path, Levels] | None:
     found = _least(problem, known, [0] * len(own), limits)
     if found is None:
         return None
-    levels = Levels(problem, limits(found), known)
-    settled = least_bottleneck(Search(levels))
+    settled = least_bottleneck(Search(Levels(problem, limits(found), known)))
     assert settled is not None
-    return found, settled.path, levels
+    return found, settled.path
 
 
 def least_shortage(problem: Problem) -> tuple[int, Path] | None:
@@ -104,8 +102,7 @@ def worst_lack(problem: Problem, path: Path) -> Lack:
     memory = problem.memory
     assert memory is not None
     lacks = []
-    order = Levels(problem).devices_of(path.groups)
-    for j, (device, (option, start, end)) in enumerate(zip(order, path.runs, strict=True)):
+    for j, (device, (option, start, end)) in enumerate(zip(path.order, path.runs, strict=True)):
         limit = problem.limits[device]
         if limit is not None:
             peak = int(memory.rows(start, j, option.mode)[end - start - 1])

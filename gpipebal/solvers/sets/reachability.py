@@ -30,10 +30,10 @@ Windows: TypeAlias = Sequence[tuple[int, int]]
 
 
 class Path(NamedTuple):
-    """A split, the device group of each partition, and how each partition is run."""
+    """A split, the device of each partition, and how each partition is run."""
 
     bounds: tuple[int, ...]
-    groups: tuple[int, ...]
+    order: tuple[int, ...]
     options: tuple[Option, ...]
 
     @property
@@ -294,7 +294,8 @@ class Search:
                     and all(getattr(option, d).of(start, end) <= n for d, n in limits.items())
                 )
             )
-        return Path(tuple(bounds), tuple(step.group for step in steps), tuple(options))
+        order = self.levels.devices_of([step.group for step in steps])
+        return Path(tuple(bounds), order, tuple(options))
 
     def least(self, dimension: str) -> int:
         """Bound the smallest limit from below: by what it is if every run of layers is allowed."""
