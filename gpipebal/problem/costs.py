@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from operator import sub
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpipebal.errors import BalanceError
@@ -17,7 +18,7 @@ from gpipebal.schedule import CheckpointMode, modes_of
 if TYPE_CHECKING:
     from gpipebal.problem.problem import Problem
 
-__all__ = ["Costs", "ExactTimes", "LayerSums", "denominators"]
+__all__ = ["Costs", "ExactTimes", "LayerSums", "denominators", "least_sums"]
 
 
 class LayerSums(NamedTuple):
@@ -182,6 +183,17 @@ class Costs:
         if self.overlaps:
             loads += [self.send[cut] + self.give_back[cut] for cut in bounds[1:-1]]
         return max(loads)
+
+
+def least_sums(columns: Sequence[Sequence[int]]) -> list[int]:
+    """Return prefix sums of the least that each layer takes in any of several prefix sums.
+
+    Example:
+        >>> least_sums([[0, 2, 5], [0, 3, 4]])
+        [0, 2, 3]
+    """
+    layers = (map(sub, column[1:], column) for column in columns)
+    return list(accumulate(map(min, zip(*layers, strict=True)), initial=0))
 
 
 def denominators(problem: Problem) -> int:

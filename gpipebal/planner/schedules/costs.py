@@ -11,6 +11,7 @@ import numpy as np
 
 from gpipebal.planner.schedules.lower_bound import Columns, Relaxed, rows_of
 from gpipebal.problem import Problem
+from gpipebal.problem.costs import least_sums
 from gpipebal.schedule import CheckpointMode, Order
 from gpipebal.schedule.actions import W
 from gpipebal.simulator.trials import Candidates, Trials
@@ -68,7 +69,7 @@ class ScheduleCosts:
             columns._replace(recompute=[finer * time for time in costs.least_recompute(kind)])
             for kind, columns in enumerate(types)
         ]
-        path = bounded[0] if len(types) == 1 else _least(bounded)
+        path = Columns(*map(least_sums, zip(*bounded, strict=True)))
         self.relaxed = Relaxed(
             path=path,
             own=[path if problem.any_order else bounded[kind] for kind in type_of],
@@ -155,15 +156,3 @@ def _parts(sums: Sequence[int], shares: Sequence[float] | None) -> tuple[list[in
         weights.append((sums[layer + 1] - sums[layer]) * top // below)
     of_weights = list(accumulate(weights))
     return [whole - weight for whole, weight in zip(sums, of_weights, strict=True)], of_weights
-
-
-def _least(types: Sequence[Columns]) -> Columns:
-    """Return the prefix sums of the least that each layer takes on any type of device."""
-    columns = []
-    for k in range(4):
-        layers = [
-            [after - before for before, after in zip(sums[k], sums[k][1:], strict=False)]
-            for sums in types
-        ]
-        columns.append(list(accumulate(map(min, zip(*layers, strict=True)), initial=0)))
-    return Columns(*columns)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from operator import add
 
 from gpipebal.planner.posing import Posed
 from gpipebal.planner.schedules.search import bound_of
 from gpipebal.problem import Problem
+from gpipebal.problem.costs import least_sums
 from gpipebal.simulator import weight_shares
+from gpipebal.solvers.bisection import largest_layer
 
 __all__ = ["lower_bound_of", "quick_bound_of"]
 
@@ -25,18 +27,16 @@ def lower_bound_of(problem: Problem, objective: str) -> float:
     if objective != "makespan":
         return 0
     costs, modes = problem.costs, problem.modes
-    least = []
-    for name in ("forward", "backward"):
-        sums = [getattr(one, name) for one in costs.types]
-        layers = [min(b - a for a, b in pair) for pair in zip(*map(pairwise, sums), strict=True)]
-        least.append(layers)
+    forward, backward, _ = map(least_sums, zip(*costs.types, strict=True))
+    phases = [forward, backward]
     if modes is not None and "never" not in modes and problem.chunks > 1:
-        sums = [costs.least_recompute(kind) for kind in range(len(costs.types))]
-        again = [min(b - a for a, b in pair) for pair in zip(*map(pairwise, sums), strict=True)]
-        least.append([b + r for b, r in zip(least[1], again, strict=True)])
-    n, repeats = problem.n_partitions, problem.chunks - 1
-    slowest = [max(max(layers), -(-sum(layers) // n)) for layers in (least[0], least[-1])]
-    return problem.to_time(sum(map(sum, least[:2])) + repeats * sum(slowest))
+        again = least_sums([costs.least_recompute(kind) for kind in range(len(costs.types))])
+        phases[1] = list(map(add, backward, again))
+    slowest = [
+        max(largest_layer(sums, sums), -(-sums[-1] // problem.n_partitions)) for sums in phases
+    ]
+    once = forward[-1] + backward[-1]
+    return problem.to_time(once + (problem.chunks - 1) * sum(slowest))
 
 
 def quick_bound_of(posed: Posed) -> float:

@@ -14,9 +14,10 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
-from operator import and_, or_, sub
+from operator import and_, or_
 from typing import NamedTuple, TypeAlias
 
+from gpipebal.problem.costs import least_sums
 from gpipebal.schedule import CheckpointMode
 from gpipebal.solvers.bisection import floor, smallest_limit
 from gpipebal.solvers.deadline import NO_DEADLINE, Deadline
@@ -305,9 +306,7 @@ class Search:
                 for kind in self.used
                 for option in self.levels.kinds[kind]
             ]
-            columns = [list(map(sub, cost.layers[1:], cost.layers)) for cost in costs]
-            layers = columns[0] if len(columns) == 1 else list(map(min, *columns))
-            sums = list(accumulate(layers, initial=0))
+            sums = least_sums([cost.layers for cost in costs])
             n_partitions = self.levels.n_partitions
             self._least[dimension] = smallest_limit(
                 sums, sums, n_partitions, at_least=floor(sums, n_partitions)
