@@ -16,10 +16,9 @@ the smallest bottleneck: a greedy probe decides, and bisection snaps to values t
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -146,6 +145,13 @@ class Relaxed:
         kept = bisect_right(ends, limit, key=lambda end: self.cost(partition, start, end))
         return start + kept
 
+    def nearest(self, partition: int, first: int, end: int, limit: int) -> int:
+        """Return the first start from `first` on of a run within a limit; `end` if none is."""
+        # The cost falls when the start moves right.
+        starts = range(first, end)
+        kept = bisect_left(starts, -limit, key=lambda start: -self.cost(partition, start, end))
+        return first + kept
+
     def shared(self) -> int:
         """Bound the makespan by what all devices have to do together, and their waiting."""
         n_layers = self.n_layers
@@ -246,46 +252,21 @@ class Relaxed:
             lasts.append(self.furthest(j, lasts[-1], room, limit))
         firsts = [n_layers]
         for j in reversed(range(n_partitions)):
-            end = firsts[-1]
-            starts = range(j, end)
-            # The cost falls when the start moves right: find the first that keeps the limit.
-            kept = partial(self._keeps, j, end, limit)
-            refused = bisect_right(starts, False, key=kept)
-            firsts.append(min(j + refused, end))
+            firsts.append(min(self.nearest(j, j, firsts[-1], limit), firsts[-1]))
         return list(zip(reversed(firsts), lasts, strict=True))
-
-    def _keeps(self, partition: int, end: int, limit: int, start: int) -> bool:
-        return self.cost(partition, start, end) <= limit
 
     def splits_within(self, limit: int) -> list[tuple[int, ...]]:
         """List the splits whose partitions all keep a limit, leftmost cuts first."""
-        windows = self.windows(limit)
-        if windows[0][0] > 0:
-            return []
-        found: list[tuple[int, ...]] = []
-        bounds = [0]
-        # Where each bound can be after the one before it.
-        places: list[Iterator[int]] = [self._next(0, 0, windows, limit)]
-        while places:
-            place = next(places[-1], None)
-            del bounds[len(places) :]
-            if place is None:
-                places.pop()
-                continue
-            bounds.append(place)
-            j = len(bounds) - 1
-            if j == len(self.rows):
-                found.append(tuple(bounds))
-            else:
-                places.append(self._next(j, place, windows, limit))
+        found: list[tuple[int, ...]] = [(0,)]
+        for j, (low, high) in enumerate(self.windows(limit)[1:]):
+            found = [
+                (*bounds, end)
+                for bounds in found
+                for end in range(
+                    max(low, bounds[-1] + 1), self.furthest(j, bounds[-1], high, limit) + 1
+                )
+            ]
         return found
-
-    def _next(
-        self, j: int, start: int, windows: Sequence[tuple[int, int]], limit: int
-    ) -> Iterator[int]:
-        """Return the places of the bound after partition `j`, which begins at `start`."""
-        low, high = windows[j + 1]
-        return iter(range(max(low, start + 1), self.furthest(j, start, high, limit) + 1))
 
 
 def _sum(counts: Sequence[int], times: Sequence[int]) -> int:
