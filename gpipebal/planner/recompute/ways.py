@@ -79,8 +79,10 @@ def choices_of(
     if limit is not None and least.peak > limit:
         return [], True
     if _count(network) <= most:
-        all_arcs = list(_all_arcs(network))
-        ways = [Way(arcs, sum(a.cost for a in arcs), 0, network.peak(arcs)) for arcs in all_arcs]
+        ways = [
+            Way(arcs, sum(arc.cost for arc in arcs), 0, network.peak(arcs))
+            for arcs in _all_arcs(network)
+        ]
         return [way for way in ways if limit is None or way.peak <= limit], True
     found: list[Way] = []
     deadline = Deadline(time_limit)
@@ -103,21 +105,12 @@ def _count(network: Network) -> int:
     return counts[network.start]
 
 
-def _all_arcs(network: Network) -> Iterator[tuple[Arc, ...]]:
-    """Yield the steps of all ways, in the order of the network; a way may be thousands long."""
-    way: list[Arc] = []
-    # The steps that are left to take, from the start and from the end of each step of the way.
-    left = [iter(network.arcs[network.start])]
-    while left:
-        arc = next(left[-1], None)
-        if arc is None:
-            left.pop()
-            del way[-1:]
-        elif arc.end in network.ends:
-            yield (*way, arc)
-        else:
-            way.append(arc)
-            left.append(iter(network.arcs[arc.end]))
+def _all_arcs(network: Network) -> Sequence[tuple[Arc, ...]]:
+    """Return the steps of all ways, in the order of the network."""
+    found: dict[Hashable, list[tuple[Arc, ...]]] = {end: [()] for end in network.ends}
+    for node in reversed(network.arcs):
+        found[node] = [(arc, *rest) for arc in network.arcs[node] for rest in found[arc.end]]
+    return found[network.start]
 
 
 def in_order(choices: Sequence[Sequence[Choice]]) -> Iterator[tuple[Choice, ...]]:
