@@ -309,7 +309,7 @@ def test_runs_that_need_more_by_themselves_may_wait_less(
     chosen = recompute_layers(profile, plan, memory_limit=limits)
     needs = [part.memory.total for part in chosen.plan.partitions]
     assert all(need <= limit for need, limit in zip(needs, limits, strict=True))
-    monkeypatch.setattr("gpipebal.planner.recompute.recompute._MOST_CHOICES", 0)
+    monkeypatch.setattr("gpipebal.planner.recompute.run_choice._MOST_CHOICES", 0)
     with pytest.raises(InfeasibleError, match="with any of the runs that were tried"):
         recompute_layers(profile, plan, memory_limit=limits)
 
@@ -339,7 +339,7 @@ def test_what_fits_in_the_last_round_is_returned(monkeypatch: pytest.MonkeyPatch
     profile = chain()
     plan = gb.evaluate(profile, [8], checkpoint="never")
     expected = recompute_layers(profile, plan, memory_limit=500 * MiB)
-    monkeypatch.setattr("gpipebal.planner.recompute.recompute._MOST_ROUNDS", 1)
+    monkeypatch.setattr("gpipebal.planner.recompute.run_choice.MOST_ROUNDS", 1)
     assert recompute_layers(profile, plan, memory_limit=500 * MiB).runs == expected.runs != ()
 
 
@@ -351,7 +351,7 @@ def test_a_limit_is_looked_for_while_it_changes(monkeypatch: pytest.MonkeyPatch)
         tried.append(choice._limits)
         return 0
 
-    monkeypatch.setattr("gpipebal.planner.recompute.recompute._RunChoice.answer", answer)
+    monkeypatch.setattr("gpipebal.planner.recompute.run_choice.RunChoice.answer", answer)
     profile = chain()
     with pytest.raises(InfeasibleError, match=r"\nFix: a plan with more partitions"):
         recompute_layers(profile, gb.evaluate(profile, [8], checkpoint="never"), memory_limit=1000)
