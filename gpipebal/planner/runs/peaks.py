@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cached_property, partial, reduce
+from collections.abc import Sequence
+from functools import cache, cached_property, partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,14 +12,13 @@ from gpipebal.memory.cell import Cell
 from gpipebal.memory.layer_peaks import (
     backward_peak,
     copied,
-    first_forward_peak,
-    forward_peak,
     uncopied_peak,
 )
 from gpipebal.memory.loss import around_loss
 from gpipebal.planner.runs.ends import RunEnds
+from gpipebal.planner.runs.forward_peaks import forward_peaks
 from gpipebal.planner.runs.gradient_tables import GradientTables
-from gpipebal.planner.runs.highest import Change, Highest
+from gpipebal.planner.runs.highest import Highest
 from gpipebal.planner.runs.moments import RowMoment
 from gpipebal.planner.runs.storage_tables import StorageTables
 from gpipebal.planner.runs.tie_tables import TieTables
@@ -51,8 +50,7 @@ class RunPeaks:
         self._shared = chain.shared_memory
         self._chain, self._profile = chain, chain.profile
         self._n = chain.profile.n_layers
-        #: The column of each end in the tables of storages: with a loss, one more for the last.
-        self._ends = np.array([*range(1, self._n), len(chain.layers)])
+        self._ends, self._column, self._at_ends = tables.ends, tables.column, tables.at_ends
         self.firsts = tables.firsts
         self._ties = TieTables(self._profile, self.firsts, tables.kind)
         gradients = [layer.gradient_bytes for layer in chain.layers]
@@ -80,25 +78,8 @@ class RunPeaks:
         if chain.loss is not None:
             self._graphs[:, -1] -= ~self._idle[:, -1] * tables.in_graphs(chain.loss.outputs)
         self._handed = self._at_ends(tables.handed)
-        #: What the forward of each layer needs if a run begins with it.
-        self._first_peaks = {
-            records: self._column(
-                [
-                    first_forward_peak(self._profile, k, layer, records)
-                    for k, layer in enumerate(self._profile.layers)
-                ]
-            )
-            for records in (False, True)
-        }
+        self._forwards = cache(partial(forward_peaks, tables, self._none))
         self._known: dict[tuple[str, bool, bool], Table] = {}
-        self._known_forward: dict[bool, Table] = {}
-
-    def _column(self, numbers: Sequence[int]) -> Table:
-        return np.array(numbers, dtype=self._tables.kind)
-
-    def _at_ends(self, table: Table) -> Table:
-        """Return a copy of the columns of the ends."""
-        return np.take(table, self._ends, axis=1)
 
     def _fixed_bytes(self) -> Table:
         """Return parameters, buffers and optimizer state of each run."""
@@ -266,7 +247,9 @@ class RunPeaks:
         first = np.where(peaks > 0, np.arange(self._n), self._n)
         first = np.minimum.accumulate(first[::-1])[::-1][self.firsts]
         behind = np.arange(self._n)[None, :] > first[:, None]
-        needs = self._from_first(peaks[None, :] + np.where(behind, carried[None, :], 0))
+        needs = self._tables.from_first(
+            peaks[None, :] + np.where(behind, carried[None, :], 0), self._none
+        )
         groups = [self._sums(self._column(group)) for group in step.optimizer_groups]
         return reduce(np.maximum, groups, np.maximum.accumulate(needs, axis=1))
 
@@ -274,62 +257,16 @@ class RunPeaks:
         sums = np.concatenate([column[:1] * 0, column.cumsum()])
         return sums[1:][None, :] - sums[self.firsts][:, None]
 
-    def _from_first(self, table: Table) -> Table:
-        """Return a table of layers that has no moment before the first layer of each run."""
-        columns = np.arange(table.shape[1])
-        return np.where(columns[None, :] >= self.firsts[:, None], table, self._none)
-
     def _forward(self, records: bool, exist: bool) -> Table:
-        if records not in self._known_forward:
-            self._known_forward[records] = self._forward_of_layers(records)
-        found = self._known_forward[records]
+        found = self._forwards(records)
         return found + self._all_gradients if exist else found
-
-    def _forward_of_layers(self, records: bool) -> Table:
-        """Return the most that there is at one time in a forward, without gradients."""
-        needs, changes = self._tables.forward(records)
-        peaks = self._column([forward_peak(layer, records) for layer in self._chain.layers])
-        needs = needs + peaks
-        rows, firsts = np.arange(len(self.firsts)), self.firsts
-        needs[rows, firsts] += self._first_peaks[records][firsts] - peaks[firsts]
-        highest = Highest(self._from_first(needs))
-        found = np.take(highest.running, self._ends - 1, axis=1)
-        for end in highest.through(range(1, self._n + 1), [*changes, *self._copies_of_inputs()]):
-            column = int(self._ends[end - 1])
-            if highest.has_changed(column):
-                found[:, end - 1] = highest.before(column)
-        return found
-
-    def _copies_of_inputs(self) -> Iterator[Change]:
-        """Yield copies of inputs that a later layer of the run writes to.
-
-        They exist from the beginning of the run's forward until then.
-        """
-        writers: dict[int, list[int]] = {}
-        for k, layer in enumerate(self._profile.layers):
-            for storage in layer.written:
-                writers.setdefault(storage, []).append(k)
-        inputs = self._tables.inputs
-        for storage, places in writers.items():
-            low, high = np.searchsorted(inputs.storages, (storage, storage + 1)).tolist()
-            n_bytes = self._column([self._profile.storages[storage]])[None, :]
-            rows, ends_since = inputs.rows[low:high].tolist(), inputs.since[low:high].tolist()
-            if storage in self._profile.inputs and self.firsts[0] == 0:  # of the mini-batch
-                rows, ends_since = [0, *rows], [0, *ends_since]
-            for row, since in zip(rows, ends_since, strict=True):
-                first = int(self.firsts[row])
-                writer = next((k for k in places if k >= first), first)
-                if writer > first:  # what the first layer writes to belongs to its own peak
-                    ends = range(max(writer + 1, since), self._n + 1)
-                    copies = partial(n_bytes.repeat, writer + 1 - first, axis=1)
-                    yield Change(ends, first, copies, slice(row, row + 1))
 
     def _backward(self, recomputed: bool, exist: bool) -> Table:
         ends, made = self._ends, self._gradient_sums
         _, changes = self._tables.backward
         inner = self._inner_needs(recomputed, exist)
         last = self._last_needs(recomputed, exist)
-        needs = Highest(self._from_first(inner))
+        needs = Highest(self._tables.from_first(inner, self._none))
         # Every layer but the last of the run; in a run of one layer there is none.
         none = np.full_like(inner[:, :1], self._none)
         before = np.take(np.concatenate([none, needs.running], axis=1), ends - 1, axis=1)

@@ -44,6 +44,7 @@ class StorageTables:
         kind: Type of the numbers: `numpy.int64`, or `object` for larger ones.
 
     Attributes:
+        ends: The column of the runs to each end of the chain's: with a loss, one more for the last.
         inputs: What the runs have in their input.
         saved: Bytes of what the runs to each end save, without what is the caller's.
         received: Bytes of the input of the runs to each end, without what is the caller's.
@@ -57,6 +58,7 @@ class StorageTables:
         self.chain, self.kind = chain, kind
         self.n_columns = len(chain.layers) + 1
         self.firsts = np.array(firsts)
+        self.ends = np.array([*range(1, chain.profile.n_layers), len(chain.layers)])
         self.inputs = RunInputs(chain, self.firsts, kind)
         self.saved = self._filled(self._saved())
         inputs = self.inputs
@@ -66,6 +68,19 @@ class StorageTables:
         self.not_kept = self._stripped(of_input.of(~inputs.is_kept))
         until_saved = of_input._replace(stop=inputs.saved_by)
         self.kept = self.saved + self._stripped(until_saved.of(inputs.is_kept))
+
+    def column(self, numbers: Sequence[int]) -> Table:
+        """Return numbers of bytes, one for each column."""
+        return np.array(numbers, dtype=self.kind)
+
+    def at_ends(self, table: Table) -> Table:
+        """Return a copy of the columns of the ends."""
+        return np.take(table, self.ends, axis=1)
+
+    def from_first(self, table: Table, none: int) -> Table:
+        """Return a table of layers that has no moment before the first layer of each run."""
+        columns = np.arange(table.shape[1])
+        return np.where(columns[None, :] >= self.firsts[:, None], table, none)
 
     def _saved(self) -> Iterator[_Rectangle]:
         for storage, places in self.chain.saved_at.items():
