@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpipebal.argument_kinds import keep_as_tuples
+from gpipebal.errors import KindError
 from gpipebal.records import fields_of, path_in, text_of, tuple_of
 
-__all__ = ["PartitionPlan", "PeakMemory", "read_part"]
+__all__ = ["PartitionPlan", "PeakMemory", "read_part", "read_run"]
 
 
 @dataclass(frozen=True)
@@ -94,3 +95,22 @@ def read_part(record: Any, where: str) -> PartitionPlan:
         )
     memory = fields_of(content["memory"], path_in(where, "memory"), PeakMemory)
     return PartitionPlan(**{**content, "memory": PeakMemory(**memory)})
+
+
+def read_run(ends: Any, where: str) -> range:
+    """Read one run of layers of a plan, from its first layer and the one past its last.
+
+    Args:
+        ends: What the caller or the file has.
+        where: Its place in the plan, for errors.
+
+    Raises:
+        KindError: it is anything else.
+    """
+    found = tuple_of(ends, where)
+    if len(found) != 2 or not all(type(end) is int for end in found):
+        raise KindError(
+            f"value is of another kind: {where}={ends!r:.60} (expected two whole numbers: the "
+            "first layer, and one past the last).\nFix: give ranges of layers."
+        )
+    return range(*found)

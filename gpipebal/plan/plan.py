@@ -11,11 +11,11 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from gpipebal.argument_kinds import check_index, check_kind, check_list, plain_number
-from gpipebal.errors import BalanceError, KindError
+from gpipebal.errors import BalanceError
 from gpipebal.files import read_noun, write_record
 from gpipebal.html import plan_html
 from gpipebal.plan.checks import check_consistent, check_plan, check_schedule_known
-from gpipebal.plan.parts import PartitionPlan, read_part
+from gpipebal.plan.parts import PartitionPlan, read_part, read_run
 from gpipebal.plan.text import explanation, plan_text
 from gpipebal.records import (
     damaged,
@@ -154,7 +154,7 @@ class Plan:
         for name in ("device_order", "notes"):
             object.__setattr__(self, name, tuple_of(getattr(self, name), name))
         runs = tuple(
-            run if isinstance(run, range) else _range(run, path_in("runs", k))
+            run if isinstance(run, range) else read_run(run, path_in("runs", k))
             for k, run in enumerate(tuple_of(self.runs, "runs"))
         )
         object.__setattr__(self, "runs", runs)
@@ -378,13 +378,3 @@ class Plan:
 
     def __str__(self) -> str:
         return plan_text(self)
-
-
-def _range(ends: Any, where: str) -> range:
-    found = tuple_of(ends, where)
-    if len(found) != 2 or not all(type(end) is int for end in found):
-        raise KindError(
-            f"value is of another kind: {where}={ends!r:.60} (expected two whole numbers: the "
-            "first layer, and one past the last).\nFix: give ranges of layers."
-        )
-    return range(*found)
