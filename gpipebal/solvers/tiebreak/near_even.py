@@ -16,24 +16,24 @@ numbers has windows of its own: cuts are then close to where that many even part
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, islice, pairwise
 from math import isqrt
-from operator import sub
 from typing import NamedTuple
 
 from gpipebal.solvers.chain import Limit, windows
+from gpipebal.solvers.tiebreak.heavy import (
+    even_ends,
+    even_shares,
+    heavy_layers,
+    possible_shares,
+    stretches_between,
+)
 
 __all__ = ["Even", "near_even", "near_even_windows", "unevenness"]
 
-#: With more heavy layers than this, heavy layers are not treated apart from others.
-_MOST_HEAVY = 4
-
 #: With more ways to share partitions among stretches than this, all are treated as one.
 _MOST_SHARES = 8
-
-#: With up to this many layers for each partition, looking at each takes no longer than searching.
-_FEW_LAYERS = 8
 
 Windows = tuple[list[int], list[int]]
 
@@ -86,7 +86,7 @@ def near_even(
         Even(mean=1, heavy=((2, 9),), most=1, ways=(((1, 1), 5),))
     """
     n_partitions = len(first) - 1
-    heavy = _heavy_layers(loads, n_partitions)
+    heavy = heavy_layers(loads, n_partitions)
     even = _near_even(loads, limits, first, last, heavy)
     # Two of them in one partition must cost more than the known split.
     if len(heavy) > 1 and 2 * min([excess for _, excess in even.heavy]) ** 2 <= even.most:
@@ -101,7 +101,7 @@ def _near_even(
     last: Sequence[int],
     heavy: Sequence[int],
 ) -> Even:
-    stretches = _stretches(loads, heavy)
+    stretches = stretches_between(loads, heavy)
     lengths = [loads[end] - loads[begin] for begin, end in stretches]
     free, n_even = sum(lengths), len(first) - 1 - len(heavy)
     mean = free // n_even
@@ -113,16 +113,18 @@ def _near_even(
         return sum([(loads[end] - loads[start]) ** 2 for start, end in pairwise(known)]) - less
 
     def rounded(shares: Sequence[int]) -> list[int]:
-        return _round(loads, limits, first, last, _even_ends(loads, stretches, shares))
+        return _round(loads, limits, first, last, even_ends(loads, stretches, shares))
 
-    known = rounded(_even_shares(lengths, n_even))
+    known = rounded(even_shares(lengths, n_even))
     most = cost(known)
     ways: list[tuple[tuple[int, ...], int]] = []
     if heavy:
         squares, lightest = most + less - sum([weight**2 for weight in weights]), min(weights)
         # Two heavy layers in one partition would cost more than that.
         if squares * n_even < free * free + (n_even * lightest**2 - free * free // n_even):
-            ways = list(islice(_shares(lengths, n_even, squares, lightest), _MOST_SHARES + 1))
+            ways = list(
+                islice(possible_shares(lengths, n_even, squares, lightest), _MOST_SHARES + 1)
+            )
         if len(ways) > _MOST_SHARES:
             ways.clear()
         # Heavy layers set the limit: all other cuts are free to be where that is best.
@@ -197,7 +199,7 @@ def _windows_of_ways(loads: Sequence[int], even: Even, n_partitions: int) -> lis
     if not even.ways:
         return None
     heavy = [layer for layer, _ in even.heavy]
-    stretches = _stretches(loads, heavy)
+    stretches = stretches_between(loads, heavy)
     lengths = [loads[end] - loads[begin] for begin, end in stretches]
     free, n_even = sum(lengths), n_partitions - len(heavy)
     lightest = min([excess for _, excess in even.heavy]) + even.mean
@@ -230,11 +232,6 @@ def _windows_of_ways(loads: Sequence[int], even: Even, n_partitions: int) -> lis
     return found
 
 
-def _stretches(loads: Sequence[int], heavy: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first layer of each stretch between heavy layers, and the one after its last."""
-    return list(zip([0, *[k + 1 for k in heavy]], [*heavy, len(loads) - 1], strict=True))
-
-
 def _within(
     limits: Sequence[Limit],
     lows: Sequence[int],
@@ -250,59 +247,6 @@ def _within(
         highs[cut] = min(highs[cut], highs[cut + 1] - 1)
     # More partitions than layers in some stretch leave no places.
     return windows(limits, lows, highs) if highs[0] == 0 else None
-
-
-def _heavy_layers(loads: Sequence[int], n_partitions: int) -> list[int]:
-    """List the layers that are heavier than an even partition; nothing if they are many.
-
-    Example:
-        >>> _heavy_layers([0, 1, 2, 12, 13], 3)
-        [2]
-    """
-    # Heavy is a little more than even, so that it stays more than the even share of other layers.
-    least = 5 * loads[-1] // (4 * n_partitions)
-    n_layers = len(loads) - 1
-    if n_layers <= _FEW_LAYERS * n_partitions:
-        weights = map(sub, loads[1:], loads)
-        heavy = [k for k, weight in enumerate(weights) if weight > least]
-    else:
-        # No layer within as much weight is heavier than that.
-        heavy, start = list[int](), 0
-        while start < n_layers and len(heavy) <= _MOST_HEAVY:
-            start = bisect_right(loads, loads[start] + least, start) - 1
-            if start < n_layers and loads[start + 1] - loads[start] > least:
-                heavy.append(start)
-                start += 1
-    return heavy if len(heavy) <= min(_MOST_HEAVY, n_partitions - 1) else []
-
-
-def _even_shares(lengths: Sequence[int], n_even: int) -> list[int]:
-    """Share partitions among stretches by their lengths, rounded so that all are used.
-
-    Example:
-        >>> _even_shares([5, 5, 20], 8)
-        [1, 2, 5]
-    """
-    whole = max(sum(lengths), 1)
-    passed = accumulate(lengths, initial=0)
-    used = [(2 * n_even * length + whole) // (2 * whole) for length in passed]
-    used[-1] = n_even
-    return list(map(sub, used[1:], used))
-
-
-def _even_ends(
-    loads: Sequence[int], stretches: Sequence[tuple[int, int]], shares: Sequence[int]
-) -> list[int]:
-    """Return the weight before the end of each partition, if layers could be cut anywhere.
-
-    Stretches are cut evenly, and every layer between two stretches is a partition.
-    """
-    ends: list[int] = []
-    for (begin, end), number in zip(stretches, shares, strict=True):
-        start, length = loads[begin], loads[end] - loads[begin]
-        ends += [start] if begin else []
-        ends += [start + length * k // number for k in range(1, number + 1)]
-    return [*ends[:-1], loads[-1]]
 
 
 def _round(
@@ -348,43 +292,3 @@ def _balanced(
             best -= 1
         bounds.append(best)
     return [*bounds, known[-1]]
-
-
-def _shares(
-    lengths: Sequence[int], n_even: int, most: int, lightest: int
-) -> Iterator[tuple[tuple[int, ...], int]]:
-    """List the ways to share partitions among stretches that may keep a sum of squares.
-
-    Yields:
-        Numbers of partitions, and the sum of squares that they have at least.
-
-    Example:
-        >>> list(_shares([20, 10], 3, 320, 40))
-        [((2, 1), 300)]
-    """
-    length, rest = lengths[0], sum(lengths[1:])
-    if len(lengths) == 1:
-        least = _least_squares(length, n_even, lightest)
-        if least <= most:
-            yield (n_even,), least
-        return
-    even = min(length * n_even // max(length + rest, 1), n_even)
-    # Away from the even share it only gets worse.
-    for numbers in (range(even, -1, -1), range(even + 1, n_even + 1)):
-        for number in numbers:
-            least = _least_squares(length, number, lightest)
-            left = n_even - number
-            if number != even and least + _least_squares(rest, left, lightest) > most:
-                break
-            for shares, more in _shares(lengths[1:], left, most - least, lightest):
-                yield (number, *shares), least + more
-
-
-def _least_squares(length: int, number: int, lightest: int) -> int:
-    """Bound the sum of squares of a stretch in `number` partitions, between heavy layers.
-
-    Weight beyond that of a heavy layer in each partition is better put next to heavy layers.
-    """
-    if length <= number * lightest and number:
-        return length * length // number
-    return 2 * lightest * length - number * lightest**2
