@@ -10,7 +10,7 @@ from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.layers.batchnorm import DeferredBatchNorm
 from gpipebal.pipeline.layers.deferral import convert_deferred_batch_norm
 from gpipebal.pipeline.layers.flat import flatten
-from gpipebal.pipeline.layers.recomputed import with_recompute
+from gpipebal.pipeline.layers.runs import with_recompute
 from gpipebal.pipeline.meter import MemoryMeter, measure_memory
 from gpipebal.pipeline.observers.recorder import Recorder
 from gpipebal.pipeline.process.phase import is_checkpointing, is_recomputing

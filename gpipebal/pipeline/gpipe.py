@@ -23,6 +23,7 @@ from gpipebal.pipeline.layers.devices import (
     share_of_cores,
 )
 from gpipebal.pipeline.layers.own import warn_of_lazy_norms, warn_of_what_stays_behind
+from gpipebal.pipeline.layers.runs import check_runs
 from gpipebal.pipeline.minibatch.bridge import attach_outputs, give_back, gradients_of_inputs
 from gpipebal.pipeline.minibatch.inputs import (
     Inputs,
@@ -151,7 +152,7 @@ class GPipe(Container):
             for name, layer in layers.items():
                 layers[name] = convert_deferred_batch_norm(layer, memo)
         self.balance = chain.check_balance(balance, len(layers))
-        chain.check_runs(layers, self.balance)
+        check_runs(layers, self.balance)
         modes_of(self.checkpoint, len(self.balance))
         self.devices, self._streams = choose_devices(devices, len(self.balance))
         self.threads_per_partition = (
@@ -386,7 +387,7 @@ class GPipe(Container):
             if runtime is None or not runtime.can_run(self._modules.values()):
                 layers = self.layers_in_place()
                 chain.check_number(len(layers), self.balance)
-                chain.check_runs(layers, self.balance)
+                check_runs(layers, self.balance)
                 runtime = Runtime(
                     layers, self.balance, self.devices, self._streams, self.threads_per_partition
                 )

@@ -5,6 +5,6 @@ Read in this order: `container` (the module that has the layers under their own 
 chains opened), `own` (what a model has besides its layers), `old_keys` (torchgpipe's files),
 `collectives` (layers that talk to other processes), `modules`, `attributes`, `buffers`,
 `buffers_of_run`, `returned`, `written` and `cached_weights` (what layers hold and change),
-`recomputed` and `proxy` (runs of layers that are recomputed by themselves), `batchnorm` and
+`recomputed`, `proxy` and `runs` (runs of layers that are recomputed by themselves), `batchnorm` and
 `deferral` (deferred batch normalisation).
 """

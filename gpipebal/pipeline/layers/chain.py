@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,7 +13,6 @@ from gpipebal.argument_kinds import is_list
 from gpipebal.errors import BalanceError, ModelError, PipelineError
 from gpipebal.pipeline.layers.container import Container
 from gpipebal.pipeline.layers.own import own_forward
-from gpipebal.pipeline.layers.recomputed import Recomputed
 from gpipebal.plan import Plan
 from gpipebal.schedule import check_count
 
@@ -25,7 +23,6 @@ __all__ = [
     "check_keywords",
     "check_number",
     "check_one_input",
-    "check_runs",
     "check_step_input",
     "layers_of",
     "name_at",
@@ -187,61 +184,6 @@ def check_step_input(others: Sequence[object]) -> None:
             "Fix: pipe.step(x, target=y, loss_fn=loss_fn); several inputs are one tuple, "
             "pipe.step((x, z), ...)."
         )
-
-
-def check_runs(layers: Mapping[str, nn.Module], balance: Sequence[int]) -> None:
-    """Refuse a balance that cuts a run of layers that are recomputed together.
-
-    Raises:
-        BalanceError: a partition begins inside of one, or one is inside of a layer.
-        ModelError: one of its layers was replaced or taken away.
-    """
-    names = list(layers)
-    for name, layer in layers.items():
-        inside = layer.stands_for if isinstance(layer, Recomputed) else layer
-        if any(isinstance(part, Recomputed) for part in _walk(inside)):
-            raise BalanceError(
-                f"a run of layers that are recomputed together is inside of layer {name!r}, where "
-                "it would draw the random numbers of other layers (expected runs of the layers of "
-                "the pipeline).\n"
-                "Fix: open that layer first, with_recompute(gpipebal.flatten(model), runs)."
-            )
-    _check_whole(layers)
-    for j, begin in enumerate(accumulate(balance[:-1], initial=0)):
-        first = layers[names[begin]] if names else None
-        if isinstance(first, Recomputed) and first.is_inside:
-            raise BalanceError(
-                f"balance cuts a run of layers that are recomputed together: partition {j} begins "
-                f"with layer {names[begin]!r} (expected the first layer of the run, or one of "
-                "none).\n"
-                "Fix: choose the runs for this balance, with_recompute(model, runs)."
-            )
-
-
-def _check_whole(layers: Mapping[str, nn.Module]) -> None:
-    """Refuse a chain that has other layers in the places of a run than those that the run takes."""
-    rest: Sequence[nn.Module] = ()
-    for name, layer in (*layers.items(), ("", None)):
-        inside = layer.stands_for if isinstance(layer, Recomputed) and layer.is_inside else None
-        if inside is not (rest[0] if rest else None):
-            raise ModelError(
-                "a run of layers that are recomputed together is not whole: "
-                f"{f'layer {name!r}' if name else 'the end of the chain'} is not what comes next "
-                "in it, so a layer would run twice or not at all.\n"
-                "Fix: replace layers in the model without runs, and then with_recompute(model, "
-                "runs)."
-            )
-        rest = rest[1:]
-        if isinstance(layer, Recomputed) and not layer.is_inside:
-            rest = layer.run[1:]
-
-
-def _walk(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and all in it, also one in a layer's place, which `modules` hides."""
-    yield module
-    for child in module._modules.values():
-        if child is not None:
-            yield from _walk(child)
 
 
 def check_keyword_dims(keyword_dims: object, first: nn.Module | None) -> dict[str, Any]:

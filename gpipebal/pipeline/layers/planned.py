@@ -17,7 +17,8 @@ from gpipebal.pipeline.layers.chain import layers_of, name_at
 from gpipebal.pipeline.layers.deferral import convert_deferred_batch_norm
 from gpipebal.pipeline.layers.modules import shallow_copy
 from gpipebal.pipeline.layers.own import warn_of_lazy_norms
-from gpipebal.pipeline.layers.recomputed import Recomputed, with_recompute
+from gpipebal.pipeline.layers.recomputed import Recomputed
+from gpipebal.pipeline.layers.runs import with_recompute
 from gpipebal.plan import Plan
 from gpipebal.profile.fingerprint import is_same_layer
 from gpipebal.schedule import check_schedule

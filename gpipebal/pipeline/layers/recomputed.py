@@ -15,7 +15,7 @@ in them, and `is_recomputing` is true in its layers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
@@ -24,10 +24,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gpipebal.argument_kinds import check_list, whole_number
-from gpipebal.errors import BalanceError, ModelError
+from gpipebal.errors import ModelError
 from gpipebal.pipeline.layers.buffers_of_run import BuffersOfRun, buffers_of_run
-from gpipebal.pipeline.layers.modules import shallow_copy
 from gpipebal.pipeline.layers.proxy import Proxy
 from gpipebal.pipeline.layers.written import ParameterWrites
 from gpipebal.pipeline.process.engine_state import current_backward
@@ -35,99 +33,11 @@ from gpipebal.pipeline.process.phase import is_checkpointing, is_recomputing, ph
 from gpipebal.pipeline.randomness.randomness import Repeatable, current_randomness
 from gpipebal.pipeline.values.microbatch import find_overlaps
 from gpipebal.pipeline.values.tensors import copy_of, version_of
-from gpipebal.skip.skippable import is_skippable
 
-__all__ = ["Recomputed", "with_recompute"]
+__all__ = ["Recomputed"]
 
 #: So many forms of a run's inputs are remembered with what the run writes to.
 _MOST_FORMS = 64
-
-
-def with_recompute(module: nn.Sequential, runs: Iterable[Sequence[int | str]]) -> nn.Sequential:
-    """Return the same chain of layers with some runs of them recomputed in the backward.
-
-    The layers are the module's own; the module itself is not changed: replace layers there, and
-    call this again. Whenever a graph is recorded, only the input of a run is kept for the backward:
-    also without a pipeline, where `torch.utils.checkpoint` restores the random numbers for the
-    recompute. A micro-batch that the pipeline recomputes anyway is recomputed once, as a whole.
-
-    Args:
-        module: The layers.
-        runs: Layers that are recomputed together: consecutive ones, by places or names. In a
-            pipeline all of a run must be in one partition. `gpipebal.planner.recompute_layers`
-            chooses them.
-
-    Returns:
-        An `nn.Sequential` with the names, parameters and state dict of `module`.
-
-    Raises:
-        BalanceError: layers that do not exist, are not consecutive, or are in two runs.
-        KindError: `runs` is not a list of lists.
-        ModelError: `module` is not an `nn.Sequential`, or a layer stashes or pops a skip.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU())
-        >>> again = with_recompute(model, [range(1, 3)])
-        >>> list(again.state_dict()) == list(model.state_dict()), again[0] is model[0]
-        (True, True)
-        >>> x = torch.ones(2, 4)
-        >>> torch.equal(model(x), again(x))
-        True
-    """
-    if not isinstance(module, nn.Sequential):
-        raise ModelError(
-            f"module is not a chain: type(module)={type(module).__name__} (expected nn.Sequential)."
-            "\nFix: give the layers of the pipeline as an nn.Sequential."
-        )
-    layers = [(name, layer) for name, layer in module._modules.items() if layer is not None]
-    changed = dict(layers)
-    taken: set[int] = set()
-    fix = "runs=[[0, 1]], a list of layers for each run"
-    for i, run in enumerate(check_list("runs", runs, fix=fix)):
-        places = _places(check_list(f"runs[{i}]", run, fix=fix), [*changed], taken)
-        taken.update(places)
-        inside = [layers[k] for k in places]
-        for k, (name, layer) in enumerate(inside):
-            _check_no_skips(name, layer)
-            changed[name] = Recomputed(layer, () if k else inside)
-    # With the module's own hooks, if it has any.
-    found: nn.Sequential = shallow_copy(module, changed)
-    return found
-
-
-def _places(run: Sequence[int | str], names: Sequence[str], taken: set[int]) -> list[int]:
-    places = []
-    for key in run:
-        named = isinstance(key, str) and key in names
-        place = names.index(key) if named else whole_number(key)
-        if place is None or not 0 <= place < len(names):
-            raise BalanceError(
-                f"a run has a layer that does not exist: {key!r} (expected a place from 0 to "
-                f"{len(names) - 1}, or the name of a layer).\n"
-                "Fix: give the model that the runs were chosen for."
-            )
-        places.append(place)
-    if not places or places != list(range(places[0], places[0] + len(places))):
-        raise BalanceError(
-            f"layers of a run are not consecutive: {list(run)} (expected one layer or more, each "
-            "after the one before).\nFix: give every part by itself: runs=[...], [...]."
-        )
-    both = taken.intersection(places)
-    if both:
-        raise BalanceError(
-            f"a layer is in two runs: {names[min(both)]!r} (expected one at most).\n"
-            "Fix: recompute both runs as one, or take the layer out of one of them."
-        )
-    return places
-
-
-def _check_no_skips(name: str, layer: nn.Module) -> None:
-    if any(is_skippable(inside) for inside in layer.modules()):
-        raise ModelError(
-            f"a layer with skip connections cannot be recomputed by itself: {name!r} would stash "
-            "or pop twice.\n"
-            "Fix: leave it out of the runs, or checkpoint='always' for its partition."
-        )
 
 
 class Recomputed(Proxy):
