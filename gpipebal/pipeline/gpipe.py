@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from gpipebal.errors import PipelineError
 from gpipebal.pipeline.layers import chain, planned
 from gpipebal.pipeline.layers.collectives import check_order_of_talk
 from gpipebal.pipeline.layers.container import Container
-from gpipebal.pipeline.layers.deferral import convert_deferred_batch_norm
+from gpipebal.pipeline.layers.deferral import defer_layers
 from gpipebal.pipeline.layers.devices import (
     DeviceLike,
     check_threads,
@@ -22,7 +21,7 @@ from gpipebal.pipeline.layers.devices import (
     move_layer,
     share_of_cores,
 )
-from gpipebal.pipeline.layers.own import warn_of_lazy_norms, warn_of_what_stays_behind
+from gpipebal.pipeline.layers.own import warn_of_what_stays_behind
 from gpipebal.pipeline.layers.runs import check_runs
 from gpipebal.pipeline.minibatch.bridge import attach_outputs, give_back, gradients_of_inputs
 from gpipebal.pipeline.minibatch.inputs import (
@@ -34,7 +33,7 @@ from gpipebal.pipeline.minibatch.inputs import (
 from gpipebal.pipeline.minibatch.loss import MicroBatchLoss, Reduction
 from gpipebal.pipeline.minibatch.minibatch import MiniBatch
 from gpipebal.pipeline.observers.watchers import Watchers
-from gpipebal.pipeline.process.caller import whole_call
+from gpipebal.pipeline.process.caller import warn_caller, whole_call
 from gpipebal.pipeline.workers.runtime import Runtime, check_shared
 from gpipebal.plan import Plan
 from gpipebal.problem.checks import check_flag
@@ -147,10 +146,7 @@ class GPipe(Container):
         )
         find_skips(list(layers.values()), list(layers))
         if check_flag("deferred_batch_norm", deferred_batch_norm):
-            warn_of_lazy_norms(layers.values())
-            memo: dict[nn.Module, nn.Module] = {}
-            for name, layer in layers.items():
-                layers[name] = convert_deferred_batch_norm(layer, memo)
+            defer_layers(layers)
         self.balance = chain.check_balance(balance, len(layers))
         check_runs(layers, self.balance)
         modes_of(self.checkpoint, len(self.balance))
@@ -232,7 +228,7 @@ class GPipe(Container):
         for warning in planned.plan_warnings(
             plan, chain.layers_of(module), pipe.threads_per_partition, in_dims, keyword_dims
         ):
-            warnings.warn(warning, stacklevel=2)
+            warn_caller(warning)
         return pipe
 
     @whole_call

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from gpipebal.compat import torchgpipe as compat
 from gpipebal.compat.torchgpipe.batchnorm import DeferredBatchNorm as CompatBatchNorm
 from gpipebal.models.resnet import resnet
 from gpipebal.pipeline import (
@@ -165,6 +166,18 @@ def test_sync_batchnorm_is_left_alone() -> None:
     layer = nn.SyncBatchNorm(2)
     with pytest.warns(UserWarning, match="SyncBatchNorm is left as it is"):
         assert convert_deferred_batch_norm(layer) is layer
+
+
+@pytest.mark.parametrize("kind", [GPipe, compat.GPipe])
+def test_warnings_of_layers_left_alone_name_the_callers_line(kind: Any) -> None:
+    """However deep the layer is, and whichever class of pipelines it is for."""
+    with pytest.warns(UserWarning, match="SyncBatchNorm is left as it is") as caught:
+        convert_deferred_batch_norm(nn.Sequential(nn.Sequential(nn.SyncBatchNorm(2))))
+    assert [warning.filename for warning in caught] == [__file__]
+    model = nn.Sequential(nn.Sequential(nn.LazyBatchNorm1d()))
+    with pytest.warns(UserWarning, match="lazy batch normalisation is left") as caught:
+        kind(model, [1], deferred_batch_norm=True)
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_outside_a_pipeline_it_is_plain() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -15,9 +14,11 @@ from gpipebal.contents import attribute_values, contents_of
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.layers.batchnorm import DeferredBatchNorm, blank_deferred
 from gpipebal.pipeline.layers.modules import own_state, shallow_copy
+from gpipebal.pipeline.layers.own import warn_of_lazy_norms
 from gpipebal.pipeline.layers.recomputed import Recomputed
+from gpipebal.pipeline.process.caller import warn_caller
 
-__all__ = ["check_own_forward", "convert_deferred_batch_norm"]
+__all__ = ["check_own_forward", "convert_deferred_batch_norm", "defer_layers"]
 
 #: Layers that are converted, with their subclasses.
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -60,6 +61,21 @@ def convert_deferred_batch_norm(
     return memo[module]
 
 
+def defer_layers(layers: dict[str, nn.Module]) -> None:
+    """Let all layers of a chain have deferred batch normalisations, in place.
+
+    Raises:
+        ModelError: that of a layer cannot be deferred.
+
+    Warns:
+        UserWarning: one is left as it is.
+    """
+    warn_of_lazy_norms(layers.values())
+    memo: dict[nn.Module, nn.Module] = {}
+    for name, layer in layers.items():
+        layers[name] = convert_deferred_batch_norm(layer, memo)
+
+
 def _check_converted(layer: Recomputed) -> None:
     """Refuse a layer that is recomputed by itself, if it runs what would have to be replaced."""
     if any(
@@ -97,10 +113,9 @@ def _converted(module: nn.Module, memo: dict[nn.Module, nn.Module]) -> nn.Module
         deferred.__dict__.update(own_state(module))
         return deferred
     if isinstance(module, nn.SyncBatchNorm):
-        warnings.warn(
+        warn_caller(
             "SyncBatchNorm is left as it is: its running statistics are updated once per "
             "micro-batch.",
-            stacklevel=4,
         )
         return module
     if isinstance(module, torch.jit.ScriptModule):
@@ -125,11 +140,10 @@ def _converted(module: nn.Module, memo: dict[nn.Module, nn.Module]) -> nn.Module
 def _warn_of_scripted(module: torch.jit.ScriptModule) -> None:
     names = {str(getattr(inside, "original_name", "")) for inside in module.modules()}
     if any(kind.__name__ in names for kind in _PLAIN):
-        warnings.warn(
+        warn_caller(
             "a scripted batch normalisation is left as it is: its running statistics are updated "
             "once per micro-batch. Fix: script the model after "
             "gpipebal.pipeline.convert_deferred_batch_norm, or not at all.",
-            stacklevel=5,
         )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+
+from gpipebal.pipeline.process.caller import warn_caller
 
 __all__ = [
     "hooks_of",
@@ -70,28 +71,25 @@ def warn_of_what_stays_behind(module: nn.Module) -> None:
     """
     found = hooks_of(module)
     if found:
-        warnings.warn(
+        warn_caller(
             f"the model has {' and '.join(found)} of its own, which the pipeline does not take "
             "over: it runs the layers. Fix: register them on the pipeline (its forward hooks run "
             "for each call, with the whole mini-batch, and not in step), or on layers.",
-            stacklevel=3,
         )
     own = [*module._parameters, *module._buffers]
     if own:
-        warnings.warn(
+        warn_caller(
             f"the model has parameters or buffers of its own, which the pipeline does not take "
             f"over: {', '.join(map(repr, own))}. Fix: put them into a layer.",
-            stacklevel=3,
         )
     methods = methods_of(module)
     if methods:
         kind = type(module).__name__
-        warnings.warn(
+        warn_caller(
             f"the model has methods of its own, which the pipeline does not take over: "
             f"{', '.join(f'{kind}.{name}' for name in methods)}. Fix: put what they do into a "
             "layer, or do it to the layers after the pipeline's own: pipe.train(), and then "
             "pipe[1].eval(), say.",
-            stacklevel=3,
         )
 
 
@@ -103,9 +101,8 @@ def warn_of_lazy_norms(layers: Iterable[nn.Module]) -> None:
     """
     modules = (module for layer in layers for module in layer.modules())
     if any(isinstance(x, _LazyNormBase) and isinstance(x, _BatchNorm) for x in modules):
-        warnings.warn(
+        warn_caller(
             "a lazy batch normalisation is left as it is: its running statistics are updated once "
             "per micro-batch. Fix: run the model once, on a sample, before you make a pipeline "
             "of it.",
-            stacklevel=3,
         )

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,11 +11,11 @@ from torch import nn
 from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import BalanceError
 from gpipebal.pipeline.layers.chain import layers_of, name_at
-from gpipebal.pipeline.layers.deferral import convert_deferred_batch_norm
+from gpipebal.pipeline.layers.deferral import defer_layers
 from gpipebal.pipeline.layers.modules import shallow_copy
-from gpipebal.pipeline.layers.own import warn_of_lazy_norms
 from gpipebal.pipeline.layers.recomputed import Recomputed
 from gpipebal.pipeline.layers.runs import with_recompute
+from gpipebal.pipeline.process.caller import warn_caller
 from gpipebal.plan import Plan
 from gpipebal.profile.fingerprint import is_same_layer
 from gpipebal.schedule import check_schedule
@@ -93,10 +90,7 @@ def with_runs_of(plan: Plan, module: nn.Module, deferred: bool = False) -> nn.Mo
         )
     if deferred:
         # Layer by layer, as GPipe does: what the chain has besides its layers never runs.
-        warn_of_lazy_norms(layers.values())
-        memo: dict[nn.Module, nn.Module] = {}
-        for name, layer in layers.items():
-            layers[name] = convert_deferred_batch_norm(layer, memo)
+        defer_layers(layers)
         module = shallow_copy(module, layers)
     if own:
         return module
@@ -117,28 +111,11 @@ def warn_of_call(pipe: Any) -> None:
     """Warn once where a pipeline whose plan `is_for_step` is called in training."""
     if pipe._is_for_step and pipe.training and torch.is_grad_enabled():
         pipe._is_for_step = False
-        warnings.warn(
+        warn_caller(
             "the plan keeps its memory limit with the loss inside the pipeline, and pipe(x) leaves "
             "the loss to the caller: it may need more memory. Fix: pipe.step(x, target=y, "
             "loss_fn=loss_fn); or a plan of solve(..., schedule='gpipe', loss_inside=False).",
-            stacklevel=_level_of_caller(),
         )
-
-
-def _level_of_caller() -> int:
-    """Return where the code that calls a pipeline is, counted from the function that asks.
-
-    How many calls of torch are between depends on hooks, and on whether its compiler is loaded.
-    """
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and _is_within(frame):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def _is_within(frame: types.FrameType) -> bool:
-    home = str(frame.f_globals.get("__name__", ""))
-    return home.partition(".")[0] in ("gpipebal", "torch")
 
 
 def plan_warnings(

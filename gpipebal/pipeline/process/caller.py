@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextvars
 import functools
 import sys
+import types
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -24,7 +26,7 @@ from gpipebal.pipeline.process.engine_state import top_saved_tensors_hooks
 from gpipebal.pipeline.process.modes import no_notes_left
 from gpipebal.pipeline.process.process_wide import Settings, current_settings, settings_entered
 
-__all__ = ["CallerState", "whole_call"]
+__all__ = ["CallerState", "warn_caller", "whole_call"]
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,23 @@ def whole_call(function: _Function) -> _Function:
             raise
 
     return call  # type: ignore[return-value]
+
+
+def warn_caller(text: str) -> None:
+    """Warn at the line outside of gpipebal and torch that has led here.
+
+    How many calls are between depends on the way, and, where torch is on it, on hooks and on
+    whether its compiler is loaded.
+    """
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and _is_within(frame):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
+
+
+def _is_within(frame: types.FrameType) -> bool:
+    home = str(frame.f_globals.get("__name__", ""))
+    return home.partition(".")[0] in ("gpipebal", "torch")
 
 
 def _default_device() -> torch.device | None:
