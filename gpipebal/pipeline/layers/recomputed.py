@@ -30,7 +30,7 @@ from gpipebal.pipeline.layers.proxy import Proxy
 from gpipebal.pipeline.layers.written import ParameterWrites
 from gpipebal.pipeline.process.engine_state import current_backward
 from gpipebal.pipeline.process.phase import is_checkpointing, is_recomputing, phase
-from gpipebal.pipeline.randomness.randomness import Repeatable, current_randomness
+from gpipebal.pipeline.randomness.randomness import OwnRandomness, States, current_randomness
 from gpipebal.pipeline.values.microbatch import find_overlaps
 from gpipebal.pipeline.values.tensors import copy_of, version_of
 
@@ -96,10 +96,9 @@ class Recomputed(Proxy):
         if buffers is None or not buffers.modules.are_as_made():
             buffers = buffers_of_run(self.run, self._foreign)
             self._of_run, self._written = buffers, {}
-        repeatable = None if outer is None else outer.repeatable()
-        again = _Again(buffers, repeatable)
+        again = _Again(buffers, outer)
         before = buffers.begin()
-        contexts = (nullcontext() if repeatable is None else repeatable.first.watching(), again)
+        contexts = again.drawing(), again
         once = _Once(self, first, buffers.mode(), values, keywords)
         result = checkpoint(
             once,
@@ -249,19 +248,26 @@ class _Again(AbstractContextManager[None]):
 
     Args:
         buffers: The buffers of the run.
-        repeatable: Random numbers of the forward; None: torch restores its generators.
+        randomness: Random numbers of the micro-batch; None: torch restores its generators.
 
     Attributes:
         kept: The buffers as they were before the forward.
         writes: Writes to the parameters since then.
     """
 
-    def __init__(self, buffers: BuffersOfRun, repeatable: Repeatable | None) -> None:
-        self._buffers, self._repeatable = buffers, repeatable
+    def __init__(self, buffers: BuffersOfRun, randomness: OwnRandomness | None) -> None:
+        self._buffers, self._randomness = buffers, randomness
+        self._states: States = []
         self.kept = buffers.keep()
         self.writes = ParameterWrites(buffers.modules, alone=True)
         self._entered: list[ExitStack] = []
         self._checked_in: int | None = None
+
+    def drawing(self, *, again: bool = False) -> AbstractContextManager[Any]:
+        """Return a context in which the run draws its random numbers."""
+        if self._randomness is None:
+            return nullcontext()
+        return self._randomness.from_start(self._states, again=again).watching()
 
     def follow(self, result: Any) -> None:
         """Let the parameters be looked at when a backward comes to the result of the forward.
@@ -295,8 +301,7 @@ class _Again(AbstractContextManager[None]):
             stack.enter_context(phase(recomputing=True))
             # Copies of the copies: a graph that is retained runs its backward again.
             stack.enter_context(self._buffers.replaced(self.kept.again()))
-            if self._repeatable is not None:
-                stack.enter_context(self._repeatable.again().watching())
+            stack.enter_context(self.drawing(again=True))
             self._entered.append(stack.pop_all())
 
     def __exit__(self, *exception: Any) -> None:

@@ -36,7 +36,6 @@ from gpipebal.pipeline.randomness.seeds import MiniBatchSeed, cell_seed
 
 __all__ = [
     "OwnRandomness",
-    "Repeatable",
     "States",
     "current_randomness",
     "new_seed",
@@ -57,21 +56,11 @@ class OwnRandomness:
         micro_batch: Which micro-batch it is.
         states: Where to note the states of generators that layers pass explicitly; None: nowhere.
         again: Whether to draw from those states, as they were noted, instead.
-    """
 
-    __slots__ = (
-        "_again",
-        "_backward_of",
-        "_draws",
-        "_generators",
-        "_layer",
-        "_micro_batch",
-        "_n_given",
-        "_n_inside",
-        "_seed",
-        "_states",
-        "_task",
-    )
+    Attributes:
+        layer: The layer whose generators these are.
+        draws: How often each layer has drawn from these generators, if it has.
+    """
 
     def __init__(
         self,
@@ -88,9 +77,9 @@ class OwnRandomness:
         self._task: int | None = None
         self._n_given = 0
         self._n_inside = 0
-        self._layer: int | str = 0
+        self.layer: int | str = 0
         self._backward_of: int | None = None
-        self._draws: dict[int | str, int] = {}
+        self.draws: dict[int | str, int] = {}
         self._generators: dict[tuple[torch.device, int | str], torch.Generator] = {}
 
     def watching(self) -> AbstractContextManager[Any]:
@@ -100,15 +89,10 @@ class OwnRandomness:
 
     def enter_layer(self, layer: int | str) -> None:
         """Switch to the generators of a layer, given by its place in the whole chain."""
-        self._layer = layer
+        self.layer = layer
         self._n_inside = 0
         if self._generators:
             self._generators = {}
-
-    @property
-    def draws(self) -> Mapping[int | str, int]:
-        """How often each layer has drawn from these generators, if it has."""
-        return self._draws
 
     def check_draws(self, forward: Mapping[int | str, int]) -> None:
         """Make sure that these are the numbers of a forward, whose draws are given.
@@ -118,7 +102,7 @@ class OwnRandomness:
         Raises:
             ModelError: a layer drew more often than in the forward, or less often.
         """
-        for layer, n in self._draws.items():
+        for layer, n in self.draws.items():
             if forward.get(layer, 0) != n:
                 raise ModelError(
                     "a checkpointed micro-batch cannot be recomputed: random numbers are drawn "
@@ -128,19 +112,14 @@ class OwnRandomness:
                     "values, by one forward of the layer before training), or checkpoint='never'."
                 )
 
-    @property
-    def layer(self) -> int | str:
-        """The layer whose generators these are."""
-        return self._layer
+    def from_start(self, states: States, *, again: bool = False) -> OwnRandomness:
+        """Return the numbers of this micro-batch as before any layer, to be drawn a second time.
 
-    def repeatable(self) -> Repeatable:
-        """Return these random numbers from a layer's beginning, so that they can be drawn twice."""
-        states: States = []
-        seed, micro_batch = self._seed, self._micro_batch
-        return Repeatable(
-            OwnRandomness(seed, micro_batch, states),
-            lambda: OwnRandomness(seed, micro_batch, states, again=True),
-        )
+        Args:
+            states: As for the class.
+            again: As for the class.
+        """
+        return OwnRandomness(self._seed, self._micro_batch, states, again=again)
 
     def enter_backward(self, partition: int) -> None:
         """Switch to the generators of a cell's backward."""
@@ -150,7 +129,7 @@ class OwnRandomness:
     def seed_inside(self) -> Callable[[], int]:
         """Return a function that makes the seed for a mini-batch of a pipeline inside the layer."""
         self._n_inside += 1
-        layer, check = f"{self._layer}, pipeline {self._n_inside}", self._check_not_run_again
+        layer, check = f"{self.layer}, pipeline {self._n_inside}", self._check_not_run_again
         # Read now, and checked when the seed is wanted: the pipeline may draw nothing.
         grad = torch.is_grad_enabled()
 
@@ -173,10 +152,10 @@ class OwnRandomness:
             return operation(*args, **kwargs)
         # Values of a parameter, as in a lazy layer, are drawn once: no recompute draws them again.
         if args and isinstance(args[0], nn.Parameter) and _writes_to_first(operation):
-            generator = self._generator(device, f"{self._layer}, parameters")
+            generator = self._generator(device, f"{self.layer}, parameters")
         else:
-            self._draws[self._layer] = self._draws.get(self._layer, 0) + 1
-            generator = self._generator(device, self._layer)
+            self.draws[self.layer] = self.draws.get(self.layer, 0) + 1
+            generator = self._generator(device, self.layer)
         # An operation with a generator cannot be mapped by vmap: torch would run it row by row.
         # And nested tensors take no generator.
         if way.run is None or is_transformed() or _has_nested(args):
@@ -225,18 +204,6 @@ class OwnRandomness:
             generator.manual_seed(cell_seed(int(self._seed), layer, self._micro_batch))
             self._generators[device, layer] = generator
         return generator
-
-
-class Repeatable(NamedTuple):
-    """Random numbers that are drawn more than once, before any layer is entered.
-
-    Attributes:
-        first: For the first time.
-        again: Makes the same for another time.
-    """
-
-    first: OwnRandomness
-    again: Callable[[], OwnRandomness]
 
 
 def current_randomness() -> OwnRandomness | None:
