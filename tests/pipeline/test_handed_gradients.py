@@ -35,8 +35,8 @@ def test_gradients_that_travel_keep_no_larger_one_alive(monkeypatch: pytest.Monk
     handed: list[Tensor] = []
     backward = Cell.backward
 
-    def seen(self: Cell, *arguments: Any) -> list[Tensor | None]:
-        found = backward(self, *arguments)
+    def seen(self: Cell, *arguments: Any, **keywords: Any) -> list[Tensor | None]:
+        found = backward(self, *arguments, **keywords)
         handed.extend(gradient for gradient in found if gradient is not None)
         return found
 

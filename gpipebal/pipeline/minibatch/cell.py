@@ -14,7 +14,7 @@ inputs, and makes the graph in the recompute.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,30 @@ from gpipebal.schedule import Schedule
 __all__ = ["Cell", "make_cells"]
 
 
+class _ForRecompute(NamedTuple):
+    """What a checkpointed cell keeps of its forward.
+
+    Attributes:
+        input: The input.
+        versions: How often its leaves had been written to before the forward.
+        buffers: The layers' buffers before the forward.
+        promised: Which outputs were said to need a gradient.
+        states: States of the generators that layers passed explicitly.
+        draws: How often each layer has drawn random numbers.
+        tail: Ran after the layers.
+        writes: Writes to the parameters since the forward.
+    """
+
+    input: Packet
+    versions: list[int | None]
+    buffers: Kept
+    promised: list[bool]
+    states: States
+    draws: Mapping[int | str, int]
+    tail: Tail | None
+    writes: ParameterWrites
+
+
 class Cell:
     """One micro-batch in one partition.
 
@@ -60,32 +84,6 @@ class Cell:
     Attributes:
         checkpointed: As given.
     """
-
-    __slots__ = (
-        "_buffers_before",
-        "_draws",
-        "_grad",
-        "_input",
-        "_input_is_shared",
-        "_keeps_graph",
-        "_kind",
-        "_leaves",
-        "_marks",
-        "_micro_batch",
-        "_mode",
-        "_n_inputs",
-        "_partition",
-        "_promised",
-        "_protect",
-        "_roots",
-        "_seed",
-        "_states",
-        "_tail",
-        "_versions",
-        "_wants_parameters",
-        "_writes",
-        "checkpointed",
-    )
 
     def __init__(
         self,
@@ -108,23 +106,14 @@ class Cell:
         self.checkpointed = checkpointed
         self._n_inputs = 0
         self._kind: Any = None
-        self._versions: list[int | None] = []
-        self._keeps_graph = False
-        self._wants_parameters = True
         self.release()
 
     def release(self) -> None:
         """Forget all tensors."""
-        self._input: Packet | None = None
+        self._kept: _ForRecompute | None = None
         self._leaves: list[Tensor | None] = []
         self._roots: list[tuple[GradientEdge | Tensor, torch.device] | None] = []
         self._marks: list[int] = []
-        self._buffers_before: Kept | None = None
-        self._promised: list[bool] = []
-        self._states: States = []
-        self._draws: Mapping[int | str, int] = {}
-        self._tail: Tail | None = None
-        self._writes: ParameterWrites | None = None
 
     def forget_facts(self) -> None:
         """Let the partition find out again the facts about micro-batches of this cell's kind."""
@@ -172,14 +161,17 @@ class Cell:
             )
         if writes is not None and any(result.needs_gradient):
             writes.end_forward()
-            self._input = _with_copies(packet)
-            self._versions = versions
-            self._buffers_before = result.kept
-            self._promised = result.needs_gradient
-            self._states = states or []
-            self._draws = randomness.draws
-            self._tail = tail
-            self._writes = writes
+            assert result.kept is not None and states is not None
+            self._kept = _ForRecompute(
+                _with_copies(packet),
+                versions,
+                result.kept,
+                result.needs_gradient,
+                states,
+                randomness.draws,
+                tail,
+                writes,
+            )
         elif self._grad and not self.checkpointed and any(result.needs_gradient):
             self._leaves = _wanted(packet, result.inputs)
             self._roots, self._marks = _roots_of(result.leaves), marks
@@ -199,43 +191,50 @@ class Cell:
             or (tail is not None and tail.asks_for_a_graph)
         )
 
-    def begin_backward(self, *, keep: bool, parameters: bool) -> None:
-        """Say how the coming backward is meant; called before the workers start."""
-        self._keeps_graph = keep
-        self._wants_parameters = parameters
-
-    def recompute(self, state: CallerState) -> None:
+    def recompute(self, state: CallerState, *, keep: bool) -> None:
         """Make the graph that the checkpointed forward did not record.
+
+        Args:
+            state: Settings of the caller.
+            keep: Whether another backward may follow.
 
         Raises:
             ModelError: the kept input or a parameter was written to, or a layer does not do what it
                 did before.
         """
-        packet, kept, writes = self._input, self._buffers_before, self._writes
-        if packet is None or kept is None or writes is None:
+        kept = self._kept
+        if kept is None:
             return  # no output needs a gradient
-        if [*map(version_of, packet.leaves)] != self._versions:
+        if [*map(version_of, kept.input.leaves)] != kept.versions:
             raise ModelError(_written_message(self._partition.index))
-        writes.check()
-        randomness = OwnRandomness(self._seed, self._micro_batch, self._states, again=True)
+        kept.writes.check()
+        randomness = OwnRandomness(self._seed, self._micro_batch, kept.states, again=True)
         marks: list[int] = []
         with phase(recomputing=True):
             leaves, outputs = self._partition.recompute(
-                packet,
-                Pass(self._kind, state, randomness, self._tail, marks),
-                promised=self._promised,
-                kept=kept.again() if self._keeps_graph else kept,
+                kept.input,
+                Pass(self._kind, state, randomness, kept.tail, marks),
+                promised=kept.promised,
+                kept=kept.buffers.again() if keep else kept.buffers,
             )
-        writes.check(recomputed=True)
-        randomness.check_draws(self._draws)
-        if not self._keeps_graph:
-            self._input, self._buffers_before, self._tail, self._writes = None, None, None, None
-            self._states = []
-        self._leaves = _wanted(packet, leaves)
+        kept.writes.check(recomputed=True)
+        randomness.check_draws(kept.draws)
+        if not keep:
+            self._kept = None
+        self._leaves = _wanted(kept.input, leaves)
         self._roots, self._marks = _roots_of(outputs), marks
 
-    def backward(self, gradients: Sequence[Any], state: CallerState) -> list[Tensor | None]:
-        """Run the cell's graph; return the gradient of each leaf of the input, or None."""
+    def backward(
+        self, gradients: Sequence[Any], state: CallerState, *, keep: bool, parameters: bool
+    ) -> list[Tensor | None]:
+        """Run the cell's graph; return the gradient of each leaf of the input, or None.
+
+        Args:
+            gradients: The gradient of each leaf of the output, or None.
+            state: Settings of the caller.
+            keep: Whether another backward may follow.
+            parameters: Whether parameters get gradients too; if not, only the input does.
+        """
         if not self._roots:
             return [None] * self._n_inputs
         roots: list[Any] = []
@@ -246,8 +245,8 @@ class Cell:
                 # A layer may return a tensor that is on the host.
                 seeds.append(gradient if gradient.device == end[1] else gradient.to(end[1]))
         wanted = [leaf for leaf in self._leaves if leaf is not None]
-        keep = self._keeps_graph and not self.checkpointed
-        if roots and (self._wants_parameters or wanted):
+        keep = keep and not self.checkpointed
+        if roots and (parameters or wanted):
             randomness = OwnRandomness(self._seed, self._micro_batch)
             randomness.enter_backward(self._partition.index)
             try:
@@ -261,12 +260,12 @@ class Cell:
                         roots,
                         seeds,
                         retain_graph=keep,
-                        inputs=None if self._wants_parameters else wanted,
+                        inputs=None if parameters else wanted,
                     )
             except BaseException as error:
                 note_second_backward(error)
                 # Only a graph that is freed completely on the way shows how far the backward got.
-                if self._wants_parameters and not keep:
+                if parameters and not keep:
                     nodes = [one.grad_fn if isinstance(one, Tensor) else one.node for one in roots]
                     self._partition.note_failed_backward(error, nodes, self._marks)
                 raise

@@ -117,6 +117,8 @@ class MiniBatch:
         self._target_ready = [starts[-1], *(loss.events() if loss is not None else ())]
         # By partition, what marks the end of the phase that ran last.
         self._done: list[Any] = []
+        # Whether the present backward keeps the cells for a further one.
+        self._keeps = False
         # Parameters and the like without a gradient, by partition, while backwards run.
         self._new: list[NewGradients] = []
         # What recomputes need unchanged, by partition: the layers' modes and parameters.
@@ -191,13 +193,10 @@ class MiniBatch:
                 "pipeline again."
             )
         self._check_unchanged()
-        self._spent = not keep
+        self._keeps, self._spent = keep, not keep
         self._ready = [lane.follow_caller() for lane in self.lanes]
         for i, leaves in enumerate(gradients):
             self._routes.put_output_gradients(i, (list(leaves), ready))
-        for row in self._cells:
-            for cell in row:
-                cell.begin_backward(keep=keep, parameters=parameters)
         self._begin_gradients(parameters=parameters)
         self._run_phase("RB")
         received = self._take_input_gradients()
@@ -325,7 +324,7 @@ class MiniBatch:
         # A recompute waits for nothing, so a failed mini-batch has to be noticed here.
         self._stop.check()
         started = self._begin(action)
-        self._cells[j][i].recompute(self.state)
+        self._cells[j][i].recompute(self.state, keep=self._keeps)
         self._watchers.ended(action, started, self.lanes[j])
 
     def _run_backward(self, action: Action) -> None:
@@ -341,7 +340,9 @@ class MiniBatch:
             new.begin(self.leaves[j] or self.runtime.partitions[j].modules.leaves())
         started = self._begin(action)
         with self.runtime.tied.collecting(self._sums[j]):
-            received = self._cells[j][i].backward(gradients, self.state)
+            received = self._cells[j][i].backward(
+                gradients, self.state, keep=self._keeps, parameters=new is not None
+            )
         of_target = () if loss is None else loss.keep_gradients(i)
         if new is not None:
             new.part_from([*gradients, *received, *of_target])
