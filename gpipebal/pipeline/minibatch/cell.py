@@ -36,7 +36,7 @@ from gpipebal.pipeline.values.microbatch import (
     find_overlaps,
 )
 from gpipebal.pipeline.values.tensors import has_storage, version_of
-from gpipebal.pipeline.workers.blame import note_gaps, note_second_backward
+from gpipebal.pipeline.workers.blame import note_failed_layers, note_gaps, note_second_backward
 from gpipebal.pipeline.workers.facts import kind_of
 from gpipebal.pipeline.workers.partition import Partition, Pass, Tail
 from gpipebal.schedule import Schedule
@@ -267,7 +267,7 @@ class Cell:
                 # Only a graph that is freed completely on the way shows how far the backward got.
                 if parameters and not keep:
                     nodes = [one.grad_fn if isinstance(one, Tensor) else one.node for one in roots]
-                    self._partition.note_failed_backward(error, nodes, self._marks)
+                    note_failed_layers(error, nodes, self._marks, self._partition.describe)
                 raise
         found = [None if leaf is None else leaf.grad for leaf in self._leaves]
         for leaf in wanted:

@@ -9,7 +9,7 @@ between the layers of the forward, one for each layer, tell which layer it belon
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -18,7 +18,13 @@ from torch import Tensor
 
 from gpipebal.pipeline.process import engine_state
 
-__all__ = ["failed_layers", "next_node", "note_gaps", "note_no_graph", "note_second_backward"]
+__all__ = [
+    "next_node",
+    "note_failed_layers",
+    "note_gaps",
+    "note_no_graph",
+    "note_second_backward",
+]
 
 #: Nodes that accumulate a gradient have this number, and no place in the order.
 _LAST = 2**64 - 1
@@ -66,20 +72,30 @@ def note_second_backward(error: BaseException) -> None:
             )
 
 
-def failed_layers(
-    roots: Iterable[Any], marks: Sequence[int], error: BaseException
-) -> tuple[int, int] | None:
-    """Tell in which layers' backward an error came up.
+def note_failed_layers(
+    error: BaseException, roots: Sequence[Any], marks: Sequence[int], describe: Callable[[int], str]
+) -> None:
+    """Note in an error in which layers' backward it came up, as far as that can be told.
 
     Args:
-        roots: Nodes that the backward started from; it has not kept the graph.
+        error: What a backward that has not kept its graph raised.
+        roots: The nodes that it started from.
         marks: What `next_node` returned before each layer.
-        error: What the backward raised.
-
-    Returns:
-        The indices of the first and the last layer in question, mostly the same; None: nothing is
-        known.
+        describe: Names a layer, given by its index.
     """
+    # Whatever happens here, the error itself is what the caller needs.
+    with suppress(Exception):
+        found = _failed_layers(roots, marks, error)
+        if found is not None:
+            first, last = map(describe, found)
+            between = f" or before it, down to {first}" if first != last else ""
+            error.add_note(f"in the backward of {last}{between}")
+
+
+def _failed_layers(
+    roots: Iterable[Any], marks: Sequence[int], error: BaseException
+) -> tuple[int, int] | None:
+    """Return the indices of the first and the last layer in question; None: nothing is known."""
     nodes = {node: node._sequence_nr() for node in _graph(roots)}
     numbers = sorted({number for number in nodes.values() if number != _LAST})
     if not numbers or not marks or engine_state.next_node() is None:

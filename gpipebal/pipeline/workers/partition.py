@@ -47,7 +47,7 @@ from gpipebal.pipeline.values.microbatch import (
     which_need_gradient,
 )
 from gpipebal.pipeline.values.tensors import version_of
-from gpipebal.pipeline.workers.blame import failed_layers, next_node, note_no_graph
+from gpipebal.pipeline.workers.blame import next_node, note_no_graph
 from gpipebal.pipeline.workers.facts import MOST_KINDS, Facts, was_written
 from gpipebal.pipeline.workers.inbox import InboxClosedError
 from gpipebal.skip.skippable import is_skippable
@@ -308,25 +308,8 @@ class Partition:
             )
         return leaves, outputs
 
-    def note_failed_backward(
-        self, error: BaseException, roots: Sequence[Any], marks: Sequence[int]
-    ) -> None:
-        """Note in an error in which layers' backward it came up, as far as that can be told.
-
-        Args:
-            error: What a backward that has not kept its graph raised.
-            roots: The nodes that it started from.
-            marks: What the pass through the layers noted of autograd's nodes.
-        """
-        # Whatever happens here, the error itself is what the caller needs.
-        with suppress(Exception):
-            found = failed_layers(roots, marks, error)
-            if found is not None:
-                first, last = (self._describe(k) for k in found)
-                between = f" or before it, down to {first}" if first != last else ""
-                error.add_note(f"in the backward of {last}{between}")
-
-    def _describe(self, k: int) -> str:
+    def describe(self, k: int) -> str:
+        """Name a layer, or the loss, in an error."""
         if k == len(self.layers):
             return "the loss"
         return f"layer {self.names[k]!r} (layer {self.first + k} of the chain)"
@@ -379,7 +362,7 @@ class Partition:
                     value = tail.run(value)
         except BaseException as error:
             with suppress(Exception):  # the error's own class may refuse a note
-                error.add_note("before its first layer" if k < 0 else f"in {self._describe(k)}")
+                error.add_note("before its first layer" if k < 0 else f"in {self.describe(k)}")
             raise
         if skips is not None and self.outgoing:
             return [value, *(skips.load(route.key) for route in self.outgoing)]
