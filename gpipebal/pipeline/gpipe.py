@@ -332,17 +332,12 @@ class GPipe(Container):
         leaves, inputs = self._parted(input, {} if keywords is None else keywords, target)
         if not self._modules:
             raise PipelineError("a pipeline without layers has nothing to train.\nFix: add layers.")
-        before_last = list(self.layers_in_place().values())[: -self.balance[-1]]
-        loss = MicroBatchLoss(
-            loss_fn, target, target_dims, inputs.rows, reduction, self, before_last
-        )
+        loss = MicroBatchLoss(loss_fn, target, target_dims, inputs.rows, reduction, self)
         mini_batch = self._begin(inputs, self.schedule if schedule is None else schedule, loss)
         received = mini_batch.step()
-        loss.check_buffers()
-        if mini_batch.grad:
-            loss.check()
+        loss.check(grad=mini_batch.grad)
         # In one go: what the input and the target were computed from may be one graph.
-        of_target = loss.target_gradients(mini_batch.lanes[-1])
+        of_target = loss.target.gradients(mini_batch.lanes[-1])
         give_back([*gradients_of_inputs(mini_batch, leaves, received), *of_target])
         return loss.total(mini_batch.losses)
 

@@ -17,6 +17,7 @@ from gpipebal.errors import BalanceError, ModelError, PipelineError
 from gpipebal.pipeline.layers.buffers import Copies, Kept
 from gpipebal.pipeline.layers.buffers_of_run import BuffersOfRun
 from gpipebal.pipeline.layers.cached_weights import forget_cached_weights
+from gpipebal.pipeline.layers.container import Container
 from gpipebal.pipeline.layers.modules import Modules
 from gpipebal.pipeline.layers.written import ParameterWrites
 from gpipebal.pipeline.minibatch.target import Target
@@ -43,9 +44,9 @@ class MicroBatchLoss:
         rows: Rows of each micro-batch.
         reduction: Whether `loss_fn` gives the mean over the rows or their sum.
         pipe: The pipeline, whose partitions look after the modules and parameters of its layers.
-        before_last: The layers of other partitions than the last.
 
     Attributes:
+        target: The target, divided; of None, None for each micro-batch.
         modules: The modules that `loss_fn` has besides them, if it is one itself.
         weights: What the loss of each micro-batch is multiplied by.
 
@@ -61,8 +62,7 @@ class MicroBatchLoss:
         target_dims: Any,
         rows: Sequence[int],
         reduction: Reduction,
-        pipe: nn.Module,
-        before_last: Sequence[nn.Module],
+        pipe: Container,
     ) -> None:
         if not is_word(reduction, "mean", "sum"):
             raise BalanceError(
@@ -72,14 +72,14 @@ class MicroBatchLoss:
                 "them up."
             )
         self._loss_fn = check_loss(loss_fn)
-        self._target = None if target is None else Target(target, target_dims, rows)
+        self.target = Target(target, None if target is None else target_dims, rows)
         self._needs_gradient = False
         own = [loss_fn] if isinstance(loss_fn, nn.Module) else []
         of_layers, elsewhere = set[int](), set[int]()
         if any(True for module in own for _ in chain(module.parameters(), module.buffers())):
             # Other losses have nothing that layers could have too.
             of_layers = {*map(id, pipe.modules()), *map(id, pipe.parameters())}
-            elsewhere = {id(buffer) for layer in before_last for buffer in layer.buffers()}
+            elsewhere = {id(buffer) for part in pipe.partitions[:-1] for buffer in part.buffers()}
         self.modules = Modules(own, of_layers)
         self._buffers = _BuffersOfLoss(self.modules)
         self._foreign = BuffersOfRun(self.modules, elsewhere)
@@ -89,10 +89,6 @@ class MicroBatchLoss:
         self.weights = [
             1.0 if reduction == "sum" or not total else n_rows / total for n_rows in rows
         ]
-
-    def events(self) -> list[Any]:
-        """Return what a lane must wait for before it reads the target."""
-        return [] if self._target is None else self._target.events()
 
     def of(self, i: int, lane: Lane, ready: Any, meet: Callable[[Sequence[Tensor]], None]) -> Tail:
         """Return the loss of micro-batch `i` as a function of its output; called by the worker.
@@ -104,23 +100,18 @@ class MicroBatchLoss:
             meet: Called whenever a graph of the loss is recorded, with the parameters or other
                 leaves of autograd that the loss uses by itself, not through the output.
         """
-        loss_fn, target = self._loss_fn, self._target
-        leaves = [] if target is None else target.receive(i, lane, ready)
+        loss_fn, target = self._loss_fn, self.target
+        leaves = target.receive(i, lane, ready)
         repeatable = _Repeatable(self._buffers)
 
         def run(output: Any) -> Tensor:
             given = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
             forget_cached_weights(self.modules)
             before = {leaf.grad_fn for leaf in given}  # a loss may write to its output
-            with repeatable.entered():
-                if target is None:
-                    loss = call_loss(loss_fn, output, None)
-                else:
-                    with target.lent(i, leaves) as of_micro_batch:
-                        loss = call_loss(loss_fn, output, of_micro_batch)
+            with repeatable.entered(), target.lent(i, leaves) as of_micro_batch:
+                loss = call_loss(loss_fn, output, of_micro_batch)
             if torch.is_grad_enabled():
-                own = () if target is None else target.leaves_of(i)
-                meet(leaves_behind(loss, before, [*given, *own]))
+                meet(leaves_behind(loss, before, [*given, *target.leaves_of(i)]))
             return loss
 
         return Tail(self._kind, run, self.modules.ask_for_a_graph())
@@ -128,14 +119,6 @@ class MicroBatchLoss:
     def give_back(self) -> None:
         """Give a module its own buffers back, if a recompute that hangs has them."""
         self._buffers.give_back()
-
-    def keep_gradients(self, i: int) -> Sequence[Tensor | None]:
-        """Take and return the target's gradients of micro-batch `i`; called by the worker."""
-        return () if self._target is None else self._target.keep_gradients(i)
-
-    def target_gradients(self, lane: Lane) -> list[tuple[Tensor, Tensor]]:
-        """Return the tensors of the target that want a gradient, each with its gradient."""
-        return [] if self._target is None else self._target.gradients(lane)
 
     def take(self, output: Packet) -> Tensor:
         """Return the loss that a cell returned."""
@@ -147,25 +130,23 @@ class MicroBatchLoss:
         is_pinned = is_part and torch.cuda.is_initialized() and loss.is_pinned()
         return loss.clone() if is_part and not is_pinned else loss
 
-    def check(self) -> None:
-        """Make sure that a step with gradients had something to differentiate.
+    def check(self, *, grad: bool) -> None:
+        """Look at what a step has done.
+
+        Args:
+            grad: Whether it is to have found gradients.
 
         Raises:
+            ModelError: the loss, or a layer of another partition, wrote to a buffer that both have,
+                in no fixed order.
             PipelineError: the loss of no micro-batch needed a gradient.
         """
-        if not self._needs_gradient:
+        self._foreign.note_changed(self._before)
+        if grad and not self._needs_gradient:
             raise PipelineError(
                 "the loss needs no gradient: no parameter and no input that it depends on does.\n"
                 "Fix: let a parameter require a gradient, or call step under torch.no_grad()."
             )
-
-    def check_buffers(self) -> None:
-        """Make sure that nobody wrote to a buffer that layers of other partitions have too.
-
-        Raises:
-            ModelError: the loss or such a layer did, in no fixed order.
-        """
-        self._foreign.note_changed(self._before)
 
     def gradient(self, i: int, loss: Tensor | None) -> Tensor:
         """Return the gradient of the mini-batch's loss by the loss of micro-batch `i`."""

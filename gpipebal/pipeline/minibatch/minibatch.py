@@ -114,7 +114,7 @@ class MiniBatch:
         self._ready = starts = [lane.follow_caller() for lane in self.lanes]
         for i, packet in enumerate(inputs.take(starts[0])):
             self._routes.put_input(i, packet)
-        self._target_ready = [starts[-1], *(loss.events() if loss is not None else ())]
+        self._target_ready = [starts[-1], *(loss.target.events() if loss is not None else ())]
         # By partition, what marks the end of the phase that ran last.
         self._done: list[Any] = []
         # Whether the present backward keeps the cells for a further one.
@@ -343,7 +343,7 @@ class MiniBatch:
             received = self._cells[j][i].backward(
                 gradients, self.state, keep=self._keeps, parameters=new is not None
             )
-        of_target = () if loss is None else loss.keep_gradients(i)
+        of_target = () if loss is None else loss.target.keep_gradients(i)
         if new is not None:
             new.part_from([*gradients, *received, *of_target])
         # They may share memory with what was received, which is the receiver's from now on.

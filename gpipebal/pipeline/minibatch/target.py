@@ -48,7 +48,8 @@ class Target:
     asks for the gradients when the workers have ended.
 
     Args:
-        target: A tensor or a pytree of tensors.
+        target: A tensor or a pytree of tensors. Other leaves, such as None, go to every micro-batch
+            as they are.
         dims: Dimension along which each of them has its rows, as a prefix of the pytree.
         rows: Rows of each micro-batch.
 
