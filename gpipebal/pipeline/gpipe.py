@@ -32,7 +32,6 @@ from gpipebal.pipeline.minibatch.inputs import (
 )
 from gpipebal.pipeline.minibatch.loss import MicroBatchLoss, Reduction
 from gpipebal.pipeline.minibatch.minibatch import MiniBatch
-from gpipebal.pipeline.observers.watchers import Watchers
 from gpipebal.pipeline.process.caller import warn_caller, whole_call
 from gpipebal.pipeline.workers.runtime import Runtime, check_shared
 from gpipebal.plan import Plan
@@ -367,10 +366,12 @@ class GPipe(Container):
         checkpoint = self.checkpoint if self.training else "never"
         order = make_schedule(schedule, len(self.balance), len(inputs.micro_batches), checkpoint)
         check_order_of_talk(self, runtime.talkers, order)
-        recorder, inside = self._recorder, loss is not None
-        record = recorder.begin(order, self.balance, checkpoint, inside) if recorder else None
-        watchers = Watchers(record, self._ledger, self.timeout)
-        return MiniBatch(runtime, inputs, order, loss=loss, watchers=watchers)
+        record, inside = None, loss is not None
+        if self._recorder is not None:
+            record = self._recorder.begin(order, self.balance, checkpoint, inside)
+        return MiniBatch(
+            runtime, inputs, order, loss, record=record, ledger=self._ledger, timeout=self.timeout
+        )
 
     def _started(self) -> Runtime:
         with _starting:

@@ -39,7 +39,8 @@ from gpipebal.pipeline.minibatch.inputs import Inputs
 from gpipebal.pipeline.minibatch.loss import MicroBatchLoss
 from gpipebal.pipeline.minibatch.new_gradients import NewGradients
 from gpipebal.pipeline.minibatch.routes import Routes
-from gpipebal.pipeline.observers.watchers import Watchers
+from gpipebal.pipeline.observers.ledger import Ledger
+from gpipebal.pipeline.observers.recorder import MiniBatchRecord
 from gpipebal.pipeline.process.caller import CallerState
 from gpipebal.pipeline.randomness.randomness import new_seed
 from gpipebal.pipeline.values.microbatch import Packet
@@ -62,7 +63,9 @@ class MiniBatch:
         inputs: The input, whose micro-batches this takes away.
         schedule: Order of the actions.
         loss: What the last partition computes after its layers; None: nothing.
-        watchers: The trace, meter and timeout.
+        record: Where each action's times go; None: no trace is on.
+        ledger: Where live memory is counted; None: it is not metered.
+        timeout: Seconds without the end of any action after which the caller gives up; None: never.
 
     Attributes:
         outputs: After the forward, the output of each micro-batch.
@@ -75,29 +78,28 @@ class MiniBatch:
         runtime: Runtime,
         inputs: Inputs,
         schedule: Schedule,
+        loss: MicroBatchLoss | None,
         *,
-        loss: MicroBatchLoss | None = None,
-        watchers: Watchers,
+        record: MiniBatchRecord | None,
+        ledger: Ledger | None,
+        timeout: float | None,
     ) -> None:
         self.runtime = runtime
         self.lanes = runtime.lanes
         self.schedule = schedule
         self.chunks = len(inputs.micro_batches)
-        self.rows = inputs.rows
-        self.dims = inputs.dims
+        self.rows, self.dims = inputs.rows, inputs.dims
         self.grad = torch.is_grad_enabled()
         self.state = CallerState.capture(tuple({lane.device.type for lane in self.lanes}))
         self.outputs: list[Packet] = []
         self.losses: list[Tensor | None] = [None] * self.chunks
         self.leaves: list[list[Tensor]] = [[] for _ in self.lanes]
         self._loss = loss
-        self._watchers = watchers
+        self._record, self._ledger, self._timeout = record, ledger, timeout
         self._statistics = Statistics()
         self._failures = Failures()
         self._stop = Stop()
-        self._routes = Routes(
-            runtime.partitions, self.lanes, self._stop, watchers.ledger, watchers.record
-        )
+        self._routes = Routes(runtime.partitions, self.lanes, self._stop, ledger, record)
         self._sums = runtime.tied.sums(grad=self.grad)
         self._spent = not self.grad
         self._seed = new_seed()
@@ -249,7 +251,7 @@ class MiniBatch:
                 pool,
                 tasks,
                 self._stop,
-                self._watchers.timeout,
+                self._timeout,
                 close=self._close,
                 release=self._release_cells,
             )
@@ -269,7 +271,8 @@ class MiniBatch:
 
     def _run_row(self, j: int, row: Sequence[Action]) -> None:
         lane, activity = self.lanes[j], self.runtime.pool.activities[j]
-        loss, ledger = self._loss_in(j), self._watchers.ledger
+        loss, ledger = self._loss_in(j), self._ledger
+        run = {"F": self._run_forward, "R": self._run_recompute, "B": self._run_backward}
         action = row[0]
         try:
             lane.wait_for(self._ready[j])
@@ -284,7 +287,7 @@ class MiniBatch:
                 for action in row:
                     activity.wait_for(action)
                     steps.begin()
-                    self._run_action(action)
+                    run[action.kind](action)
                     if action.kind == "B" and action is not row[-1]:
                         steps.check()
                     activity.end()
@@ -301,10 +304,6 @@ class MiniBatch:
         finally:
             activity.rest()
 
-    def _run_action(self, action: Action) -> None:
-        run = {"F": self._run_forward, "R": self._run_recompute, "B": self._run_backward}
-        run[action.kind](action)
-
     def _run_forward(self, action: Action) -> None:
         j, _, i = action
         lane, loss = self.lanes[j], self._loss_in(j)
@@ -313,7 +312,7 @@ class MiniBatch:
         tail = None if loss is None else loss.of(i, lane, self._target_ready, self._meet)
         output = self._cells[j][i].forward(packet, self.state, tail)
         del packet  # memory that it shares with the output is the receiver's to free
-        self._watchers.ended(action, started, lane)
+        self._end(action, started)
         if loss is None:
             self._routes.put_output(j, i, output._replace(ready=lane.mark(output.leaves)))
         else:
@@ -325,7 +324,7 @@ class MiniBatch:
         self._stop.check()
         started = self._begin(action)
         self._cells[j][i].recompute(self.state, keep=self._keeps)
-        self._watchers.ended(action, started, self.lanes[j])
+        self._end(action, started)
 
     def _run_backward(self, action: Action) -> None:
         j, _, i = action
@@ -348,7 +347,7 @@ class MiniBatch:
             new.part_from([*gradients, *received, *of_target])
         # They may share memory with what was received, which is the receiver's from now on.
         del gradients
-        self._watchers.ended(action, started, lane)
+        self._end(action, started)
         self._routes.put_gradients(j, i, received, lane.mark())
 
     def _loss_in(self, j: int) -> MicroBatchLoss | None:
@@ -357,7 +356,11 @@ class MiniBatch:
     def _begin(self, action: Action) -> Any:
         j = action.partition
         self.runtime.pool.activities[j].run(self.runtime.partitions[j])
-        return self._watchers.started(self.lanes[j])
+        return None if self._record is None else self.lanes[j].clock()
+
+    def _end(self, action: Action, started: Any) -> None:
+        if self._record is not None:
+            self._record.add(*action, started, self.lanes[action.partition].clock())
 
     def _meet(self, leaves: Sequence[Tensor]) -> None:
         """Take in the parameters, or the like, that the loss of a micro-batch uses by itself."""

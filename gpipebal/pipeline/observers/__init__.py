@@ -2,5 +2,5 @@
 
 Read in this order: `shares` (whose a storage is that tensors of several lie in), `ledger` (which
 storages live, and whose they are), `in_place` (what takes no new memory unless someone looks on),
-`recorder` (when each action ran), `watchers` (both, and the timeout, for one mini-batch).
+`recorder` (when each action ran).
 """
