@@ -24,13 +24,10 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from gpipebal.pipeline.process.engine_state import will_run
-from gpipebal.pipeline.values.tensors import has_storage, is_shared, parts_of, storage_key
+from gpipebal.pipeline.values.microbatch import meetings
+from gpipebal.pipeline.values.tensors import has_storage, is_shared, storage_key
 
 __all__ = ["LateGradients", "NewGradients"]
-
-#: Where in a storage elements lie, in bytes: from the first number to before the second; and the
-#: parameter whose gradient that is; None: something else.
-_Piece = tuple[int, int, Tensor | None]
 
 
 class NewGradients:
@@ -66,26 +63,22 @@ class NewGradients:
                 anything that is not a tensor is skipped.
 
         Complexity:
-            O(n log n) for n new gradients and others, once for each mini-batch; O(1) after that.
+            That of `meetings` for new gradients and others, once for each mini-batch; then O(1).
         """
         found = [one for one in self._watched.values() if one.grad is not None]
         if not found:
             return
-        pieces: dict[int, list[_Piece]] = {}
-        for other in others:
-            _enter(other, None, pieces)
-        for one in found:
-            if not _may_lose(one):
-                del self._watched[id(one)]
-            _enter(one.grad, one, pieces)
-        shared: dict[int, Tensor] = {}
-        for in_storage in pieces.values():
-            if len(in_storage) > 1:
-                shared.update((id(one), one) for one in _sharing(in_storage))
+        moved: set[int] = set()
+        for k, later in meetings([*others, *(one.grad for one in found)]):
+            # Of several gradients that lie in one place, with nothing else there, the first stays.
+            if k not in moved and later >= len(others):
+                moved.add(later)
         with torch.no_grad():
-            for one in shared.values():
-                assert one.grad is not None
-                one.grad = one.grad.clone()
+            for k, one in enumerate(found, len(others)):
+                if not _may_lose(one):
+                    del self._watched[id(one)]
+                if k in moved and one.grad is not None:
+                    one.grad = one.grad.clone()
 
 
 class LateGradients:
@@ -132,36 +125,3 @@ class LateGradients:
 def _may_lose(parameter: Tensor) -> bool:
     """Tell whether a hook may take the gradient away in the middle of a mini-batch."""
     return bool(parameter._post_accumulate_grad_hooks)
-
-
-def _enter(value: Any, owner: Tensor | None, pieces: dict[int, list[_Piece]]) -> None:
-    """Enter where the elements of a tensor lie; if it is sparse, those of its parts."""
-    for part in parts_of(value) if isinstance(value, Tensor) else ():
-        if has_storage(part) and part.numel():
-            size = part.element_size()
-            begin = int(part.storage_offset()) * size
-            steps = zip(part.shape, part.stride(), strict=True)
-            end = begin + (1 + sum([(n - 1) * step for n, step in steps])) * size
-            pieces.setdefault(storage_key(part), []).append((begin, end, owner))
-
-
-def _sharing(pieces: list[_Piece]) -> list[Tensor]:
-    """Return whose gradients must move so that no two pieces of a storage have a byte in common.
-
-    Of several gradients that lie in one place, with nothing else there, the first may stay.
-    """
-    moving: list[Tensor] = []
-    group: list[Tensor | None] = []
-    reached = -1
-    for begin, end, owner in sorted(pieces, key=lambda piece: piece[:2]):
-        if begin >= reached:
-            moving += _movers(group)
-            group = []
-        group.append(owner)
-        reached = max(reached, end)
-    return moving + _movers(group)
-
-
-def _movers(group: list[Tensor | None]) -> list[Tensor]:
-    owners = [owner for owner in group if owner is not None]
-    return owners if len(owners) < len(group) else owners[1:]

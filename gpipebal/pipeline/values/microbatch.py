@@ -7,9 +7,10 @@ A cell that takes skip connections besides its input gets one packet joined from
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
-from itertools import combinations, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ __all__ = [
     "find_shared",
     "flatten",
     "join_packets",
+    "meetings",
     "name_of_leaf",
     "split_packet",
     "unflatten",
@@ -145,12 +147,27 @@ class _Place(NamedTuple):
     """Where a tensor is in memory.
 
     Attributes:
+        begin: Address of its first byte.
+        end: Address behind its last byte.
         leaf: Index of the leaf that it is, or is a part of.
         array: For numpy to compare and never to read; None where the elements' places are unknown.
     """
 
+    begin: float
+    end: float
     leaf: int
     array: np.ndarray | None
+
+    @classmethod
+    def of(cls, tensor: Tensor, leaf: int) -> _Place:
+        """Find out where a tensor with elements is."""
+        begin = tensor.data_ptr()
+        if not begin:  # subclasses of torch.Tensor may keep their elements elsewhere
+            return cls(0, math.inf, leaf, None)
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        length = 1 + sum((n - 1) * step for n, step in steps)
+        end = begin + length * tensor.element_size()
+        return cls(begin, end, leaf, np.asarray(_Address(tensor)))
 
     def meets(self, other: _Place) -> bool:
         """Tell whether two tensors in one storage have, or may have, an element in common."""
@@ -176,49 +193,44 @@ class _Address:
         }
 
 
-def _places(leaves: Sequence[Any]) -> list[list[_Place]]:
-    """List where tensors are, the parts of sparse and nested ones too, by the storage they share.
+def meetings(leaves: Sequence[Any]) -> list[tuple[int, int]]:
+    """List the pairs of tensors that have memory in common, by index: the earlier leaf, the later.
 
-    A tensor that is alone in its storage is left out.
+    The parts of sparse and nested ones count too. Two views of one tensor that have no element in
+    common, as `torch.chunk` makes them, do not meet.
+
+    Complexity:
+        O(n log n) for n tensors side by side, and O(v^2) for v of them across each other.
     """
     by_storage: dict[int, list[tuple[int, Tensor]]] = {}
     for k, leaf in enumerate(leaves):
         for part in parts_of(leaf) if isinstance(leaf, Tensor) else ():
             if has_storage(part) and part.numel():
                 by_storage.setdefault(storage_key(part), []).append((k, part))
-    # Subclasses of torch.Tensor may keep their elements elsewhere.
-    return [
-        [_Place(k, np.asarray(_Address(part)) if part.data_ptr() else None) for k, part in parts]
-        for parts in by_storage.values()
-        if len(parts) > 1
-    ]
+    found = set()
+    for parts in by_storage.values():
+        if len(parts) > 1:
+            places = sorted((_Place.of(part, k) for k, part in parts), key=lambda at: at.begin)
+            for i, one in enumerate(places):
+                for j in range(i + 1, len(places)):
+                    other = places[j]
+                    if other.begin >= one.end:
+                        break
+                    if one.leaf != other.leaf and one.meets(other):
+                        found.add((min(one.leaf, other.leaf), max(one.leaf, other.leaf)))
+    return sorted(found)
 
 
 def find_shared(leaves: Sequence[Any], others: Sequence[Any]) -> frozenset[int]:
     """Return the indices of the tensors that have memory in common with one of the others."""
-    found: set[int] = set()
-    for places in _places([*leaves, *others]) if others else ():
-        theirs = [place for place in places if place.leaf >= len(leaves)]
-        found.update(
-            one.leaf for one in places if one.leaf < len(leaves) and any(map(one.meets, theirs))
-        )
-    return frozenset(found)
+    pairs = meetings([*leaves, *others]) if others else []
+    return frozenset(k for k, other in pairs if k < len(leaves) <= other)
 
 
 def find_overlaps(leaves: Sequence[Any]) -> frozenset[int]:
-    """Return the indices of the tensors that have memory in common with another one.
-
-    Two views of one tensor that have no element in common, as `torch.chunk` makes them, do not.
-
-    Complexity:
-        O(n) for n tensors, and O(v^2) for v of them in one storage.
-    """
-    found: set[int] = set()
-    for places in _places(leaves) if len(leaves) > 1 else ():
-        for one, other in combinations(places, 2):
-            if one.leaf != other.leaf and one.meets(other):
-                found |= {one.leaf, other.leaf}
-    return frozenset(found)
+    """Return the indices of the tensors that have memory in common with another one."""
+    pairs = meetings(leaves) if len(leaves) > 1 else []
+    return frozenset(k for pair in pairs for k in pair)
 
 
 #: How deep objects are searched for tensors, and how many of them for one value.
