@@ -35,6 +35,7 @@ from gpipebal.pipeline.minibatch.minibatch import MiniBatch
 from gpipebal.pipeline.process.caller import warn_caller, whole_call
 from gpipebal.pipeline.workers.runtime import Runtime, check_shared
 from gpipebal.plan import Plan
+from gpipebal.problem.bounds import partition_of_layers
 from gpipebal.problem.checks import check_flag
 from gpipebal.schedule import Checkpoint, make_schedule, modes_of
 from gpipebal.skip.layout import find_skips
@@ -157,13 +158,10 @@ class GPipe(Container):
         )
         check_shared(layers, self.balance, self.devices)
         self.training = module.training
-        names = iter(layers)
-        for size, device in zip(self.balance, self.devices, strict=True):
-            for _ in range(size):
-                name = next(names)
-                move_layer(name, layers[name], device)
-                # Not add_module: the layers keep their names, whatever this class defines.
-                self._modules[name] = layers[name]
+        for (name, layer), j in zip(layers.items(), partition_of_layers(self.balance), strict=True):
+            move_layer(name, layer, self.devices[j])
+        # Not add_module: the layers keep their names, whatever this class defines.
+        self._modules.update(layers)
         self._runtime = None
 
     @classmethod
@@ -383,10 +381,9 @@ class GPipe(Container):
                 runtime = Runtime(
                     layers, self.balance, self.devices, self._streams, self.threads_per_partition
                 )
-                self._runtime = runtime
             elif runtime.has_other_parameters():
                 # Others may be tied now. Mini-batches on their way go on with the former ones.
                 check_shared(self.layers_in_place(), self.balance, self.devices)
                 runtime = runtime.with_other_ties()
-                self._runtime = runtime
+            self._runtime = runtime
             return runtime

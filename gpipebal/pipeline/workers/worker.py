@@ -24,6 +24,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from queue import SimpleQueue
 
 import torch
@@ -99,17 +100,10 @@ class WorkerPool:
             failures: list[BaseException] = []
             try:
                 for j, lane in enumerate(lanes):
+                    prepare = partial(_prepare, j, lane, threads[j], self._clocks)
                     thread = threading.Thread(
                         target=_work,
-                        args=(
-                            self._queues[j],
-                            lane,
-                            threads[j],
-                            started,
-                            failures,
-                            self._clocks,
-                            j,
-                        ),
+                        args=(self._queues[j], prepare, started, failures),
                         name=f"gpipebal-partition-{j}",
                         daemon=True,
                     )
@@ -351,32 +345,33 @@ def _tell_to_end(queues: Sequence[_Queue]) -> None:
         raise
 
 
+def _prepare(j: int, lane: Lane, threads: int | None, clocks: list[int | None]) -> None:
+    """Prepare the thread of worker `j`, which calls this, and note its clock."""
+    if hasattr(time, "pthread_getcpuclockid"):
+        with suppress(OSError):
+            clocks[j] = time.pthread_getcpuclockid(threading.get_ident())
+    if threads is not None:
+        # A thread adopts the process's number at its first use of it, and would undo ours if that
+        # came later: reading it counts as a use.
+        torch.get_num_threads()
+        torch.set_num_threads(threads)
+    # With this the engine runs every node of a cell's backward in this thread, CUDA nodes too: no
+    # other thread is waited for, so no two workers can wait for each other's device thread.
+    torch.autograd.set_multithreading_enabled(False)
+    # Nor may the graphs of two cells share a cast of a parameter, see CallerState: also where a
+    # layer turns autocast on by itself.
+    torch.set_autocast_cache_enabled(False)
+    lane.enter_thread()
+
+
 def _work(
     queue: _Queue,
-    lane: Lane,
-    threads: int | None,
+    prepare: Callable[[], None],
     started: threading.Barrier,
     failures: list[BaseException],
-    clocks: list[int | None],
-    j: int,
 ) -> None:
     try:
-        if hasattr(time, "pthread_getcpuclockid"):
-            with suppress(OSError):
-                clocks[j] = time.pthread_getcpuclockid(threading.get_ident())
-        if threads is not None:
-            # A thread adopts the process's number at its first use of it, and would undo ours if
-            # that came later: reading it counts as a use.
-            torch.get_num_threads()
-            torch.set_num_threads(threads)
-        # With this the engine runs every node of a cell's backward in this thread, CUDA nodes
-        # too: no other thread is waited for, so no two workers can wait for each other's device
-        # thread.
-        torch.autograd.set_multithreading_enabled(False)
-        # Nor may the graphs of two cells share a cast of a parameter, see CallerState: also where
-        # a layer turns autocast on by itself.
-        torch.set_autocast_cache_enabled(False)
-        lane.enter_thread()
+        prepare()
     except BaseException as error:
         failures.append(error)
     try:
