@@ -119,17 +119,17 @@ class Container(nn.Module):
         self._modules[name] = module
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN:
+        if name in _OWN or name in _SETTINGS:
             # Not through nn.Module: a layer may have this name, and would be overwritten.
-            object.__setattr__(self, name, value)
-            return
-        if name not in _SETTINGS:
-            if isinstance(value, nn.Module) or name in self.__dict__.get("_modules", ()):
-                self.add_module(name, value)
-            else:
-                super().__setattr__(name, value)
-            return
-        if name in self.__dict__ and name not in _CHANGEABLE:
+            object.__setattr__(self, name, self._checked(name, value))
+        elif isinstance(value, nn.Module) or name in self.__dict__.get("_modules", ()):
+            self.add_module(name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _checked(self, name: str, value: Any) -> Any:
+        """Return a setting as it is kept, or refuse it; of what is its own a pipeline keeps all."""
+        if name in self.__dict__ and name in _SETTINGS - _CHANGEABLE:
             raise PipelineError(
                 f"{name} of a pipeline cannot be changed: {name}={value!r}.\n"
                 f"Fix: make another pipeline of the same layers, GPipe(..., {name}=...)."
@@ -142,17 +142,15 @@ class Container(nn.Module):
                 "GPipe.from_plan(model, plan)."
             )
         if name == "chunks":
-            value = check_count(name, value)
-        elif name == "checkpoint":
+            return check_count(name, value)
+        if name == "checkpoint":
             check_checkpoint(value)
             value = value if isinstance(value, str) else list(value)
             if "balance" in self.__dict__:
                 modes_of(value, len(self.balance))
-        elif name == "schedule":
-            value = check_schedule(value)
-        elif name == "timeout":
-            value = _check_timeout(value)
-        object.__setattr__(self, name, value)
+        if name == "schedule":
+            return check_schedule(value)
+        return _check_timeout(value) if name == "timeout" else value
 
     def __delattr__(self, name: str) -> None:
         if name in self._modules:
@@ -216,28 +214,24 @@ class Container(nn.Module):
         """Show the settings in addition to the layers."""
         return f"balance={self.balance}, chunks={self.chunks}, checkpoint={self.checkpoint!r}"
 
-    def cuda(self, device: Any = None) -> Self:
+    def _deny_moving(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: each partition has its own device."""
-        raise _moving_denied()
+        raise ModelError(
+            "a pipeline cannot be moved, nor a module that it is part of: each partition lives on "
+            "its own device.\n"
+            "Fix: leave the call out (in a library that makes it: accelerate's "
+            "device_placement=False, Fabric's move_to_device=False); give the devices when making "
+            "it, GPipe(..., devices=[...]), and move the modules around it separately."
+        )
 
-    def cpu(self) -> Self:
-        """Refuse: each partition has its own device."""
-        raise _moving_denied()
-
-    def xpu(self, device: Any = None) -> Self:
-        """Refuse: each partition has its own device."""
-        raise _moving_denied()
-
-    def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
-        """Refuse: each partition has its own device."""
-        raise _moving_denied()
+    cuda = cpu = xpu = to_empty = _deny_moving
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Change the dtype of the parameters; refuse to move them to another device."""
         # Not left to torch's own parser, which fails on a device that the machine does not have.
         places = [*args[:1], kwargs.get("device"), kwargs.get("tensor")]
         if any(isinstance(place, (torch.device, torch.Tensor, str, int)) for place in places):
-            raise _moving_denied()
+            self._deny_moving()
         super().to(*args, **kwargs)
         return self
 
@@ -247,7 +241,7 @@ class Container(nn.Module):
         def apply(tensor: torch.Tensor) -> torch.Tensor:
             changed = fn(tensor)
             if changed.device != tensor.device:
-                raise _moving_denied()
+                self._deny_moving()
             return changed
 
         super()._apply(apply, recurse)
@@ -316,13 +310,3 @@ def _check_timeout(timeout: object) -> float | None:
             "Fix: timeout=None to wait for ever."
         )
     return None if timeout is None else plain_number(timeout)
-
-
-def _moving_denied() -> ModelError:
-    return ModelError(
-        "a pipeline cannot be moved, nor a module that it is part of: each partition lives on its "
-        "own device.\n"
-        "Fix: leave the call out (in a library that makes it: accelerate's "
-        "device_placement=False, Fabric's move_to_device=False); give the devices when making it, "
-        "GPipe(..., devices=[...]), and move the modules around it separately."
-    )
