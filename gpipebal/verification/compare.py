@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gpipebal.pipeline.gpipe import GPipe
-from gpipebal.pipeline.layers.chain import layers_of, name_at
+from gpipebal.pipeline.layers.chain import first_difference, layers_of
 from gpipebal.pipeline.values.microbatch import name_of_leaf
 from gpipebal.pipeline.values.parting import Dim
 from gpipebal.verification.task import Outcome, Slot, layers_alone
@@ -101,12 +101,11 @@ class Comparison:
             DifferenceError: a name or a value differs.
         """
         where = "Before any run."
-        names, others = list(layers_of(plain)), list(pipe._modules)
-        for k in range(max(len(names), len(others))):
-            mine, theirs = name_at(names, k), name_at(others, k)
-            if mine != theirs:
-                at = _At(where, _SAME_LAYERS)
-                at.differ(f"layer {k} of the pipeline is {theirs}", f"{mine}, as in the module")
+        difference = first_difference(layers_of(plain), pipe._modules)
+        if difference is not None:
+            k, mine, theirs = difference
+            at = _At(where, _SAME_LAYERS)
+            at.differ(f"layer {k} of the pipeline is {theirs}", f"{mine}, as in the module")
         layers = layers_alone(pipe)
         for kind, own, other in (
             ("parameter", dict(plain.named_parameters()), dict(layers.named_parameters())),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from torch import nn
@@ -24,8 +25,8 @@ __all__ = [
     "check_number",
     "check_one_input",
     "check_step_input",
+    "first_difference",
     "layers_of",
-    "name_at",
 ]
 
 
@@ -247,6 +248,15 @@ def _keywords_of(layer: nn.Module) -> list[str] | None:
     return [p.name for p in parameters[1:] if p.kind != p.POSITIONAL_ONLY]
 
 
-def name_at(names: Sequence[str], index: int) -> str:
-    """Return the name of a layer for an error, or words for none."""
-    return repr(names[index]) if index < len(names) else "missing"
+def first_difference(names: Iterable[str], others: Iterable[str]) -> tuple[int, str, str] | None:
+    """Return the first place where names of layers differ, and both there in words; None: nowhere.
+
+    Example:
+        >>> first_difference(["first", "act"], ["first"])
+        (1, "'act'", 'missing')
+    """
+    for k, (name, other) in enumerate(zip_longest(names, others)):
+        if name != other:
+            first, second = ("missing" if one is None else repr(one) for one in (name, other))
+            return k, first, second
+    return None

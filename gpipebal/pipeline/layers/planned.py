@@ -10,7 +10,7 @@ from torch import nn
 
 from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import BalanceError
-from gpipebal.pipeline.layers.chain import layers_of, name_at
+from gpipebal.pipeline.layers.chain import first_difference, layers_of
 from gpipebal.pipeline.layers.deferral import defer_layers
 from gpipebal.pipeline.layers.modules import shallow_copy
 from gpipebal.pipeline.layers.recomputed import Recomputed
@@ -48,18 +48,14 @@ def check_plan_names(plan: Plan, names: Sequence[str]) -> None:
     Raises:
         BalanceError: it is for others; the error names the first that differs.
     """
-    planned = plan.names
-    if planned == tuple(names):
-        return
-    k = 0
-    while k < min(len(planned), len(names)) and planned[k] == names[k]:
-        k += 1
-    raise BalanceError(
-        f"the plan is for another model: it has {count(len(planned), 'layer')}, the module has "
-        f"{len(names)}; layer {k} is {name_at(planned, k)} in the plan and "
-        f"{name_at(names, k)} in the module.\n"
-        "Fix: profile this module and solve again."
-    )
+    difference = first_difference(plan.names, names)
+    if difference is not None:
+        k, planned, own = difference
+        raise BalanceError(
+            f"the plan is for another model: it has {count(len(plan.names), 'layer')}, the module "
+            f"has {len(names)}; layer {k} is {planned} in the plan and {own} in the module.\n"
+            "Fix: profile this module and solve again."
+        )
 
 
 def with_runs_of(plan: Plan, module: nn.Module, deferred: bool = False) -> nn.Module:
