@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,28 +104,10 @@ def verify(
         >>> report.outputs.count, report.gradients.count, report.without_gradients
         (1, 4, '')
     """
-    if not isinstance(pipe, GPipe):
-        raise ModelError(
-            f"pipe is not a pipeline: type(pipe)={type(pipe).__name__} (expected GPipe).\n"
-            "Fix: verify(module, GPipe(module, balance), sample)."
-        )
-    if not isinstance(module, nn.Module):
-        raise ModelError(
-            f"module is not a model: type(module)={type(module).__name__} "
-            "(expected nn.Sequential).\nFix: give the chain that the pipeline was made of."
-        )
+    _check_models(module, pipe)
     if keywords is not None:
         check_mapping("keywords", keywords, "keywords={'mask': mask}, say")
-    if loss_fn is not None and not callable(loss_fn):
-        raise KindError(
-            f"loss_fn is not a function: type(loss_fn)={type(loss_fn).__name__} (expected one of "
-            "output and target).\nFix: loss_fn=nn.MSELoss(), say."
-        )
-    if target is not None and loss_fn is None:
-        raise ModelError(
-            "a target is given without a loss: loss_fn=None (expected a function of output and "
-            "target).\nFix: give loss_fn, or leave out target."
-        )
+    _check_loss(loss_fn, target)
     seed = _check_seed(seed)
     task = Task(sample, keywords or {}, loss_fn, target, target_dims, reduction, seed)
     comparison = Comparison(Tolerance(rtol, atol, _autocast_dtypes(pipe)))
@@ -134,31 +117,21 @@ def verify(
     # Layers that draw from Python or numpy are wrong in a pipeline: detected, and undone here.
     with random_numbers_kept(*pipe.devices), _gradients_kept(module, pipe):
         plain = plain_copy(module, pipe)
-        try:
+        with _told():
             comparison.check_models(plain, pipe)
-        except DifferenceError as difference:
-            raise _error(difference, "") from None
         expected = run_plain(plain, pipe, task)
         # Its memory is free for the next copy.
         del plain
         for schedule in schedules:
             found = run_pipe(pipe, task, schedule, trains=expected.trains)
-            try:
+            search = partial(find_layer, module, pipe, task, schedule, comparison.tolerance)
+            with _told(partial(search, trains=expected.trains)):
                 comparison.check(expected, found, name_of_run(schedule))
-            except DifferenceError as difference:
-                del found
-                trains = expected.trains
-                layer = find_layer(
-                    module, pipe, task, schedule, comparison.tolerance, trains=trains
-                )
-                raise _error(difference, layer) from None
         if len(pipe) and len(parts.rows) > 1:
             at_once = shapes_at_once(plain_copy(module, pipe), pipe, task)
             dims = spread_dims(pipe.out_dims, expected.structure, "out_dims")
-            try:
+            with _told():
                 comparison.check_shapes(expected, at_once, dims)
-            except DifferenceError as difference:
-                raise _error(difference, "") from None
     agreements = {
         kind: Agreement.of(comparison.found.get(kind, {}))
         for kind in ("outputs", "losses", "gradients", "buffers")
@@ -173,13 +146,45 @@ def verify(
     )
 
 
-def _error(difference: DifferenceError, layer: str) -> VerificationError:
-    evidence = f"{difference.evidence}\n{layer}" if layer else difference.evidence
-    return VerificationError(
-        f"the pipeline differs from the plain model: {difference.what}.\n"
-        f"{evidence}\n"
-        f"Fix: {difference.advice}"
-    )
+@contextmanager
+def _told(search: Callable[[], str] = str) -> Iterator[None]:
+    """Tell the caller of a difference that this block finds, and what a search then says of it."""
+    try:
+        yield
+    except DifferenceError as difference:
+        layer = search()
+        evidence = f"{difference.evidence}\n{layer}" if layer else difference.evidence
+        raise VerificationError(
+            f"the pipeline differs from the plain model: {difference.what}.\n"
+            f"{evidence}\n"
+            f"Fix: {difference.advice}"
+        ) from None
+
+
+def _check_models(module: object, pipe: object) -> None:
+    if not isinstance(pipe, GPipe):
+        raise ModelError(
+            f"pipe is not a pipeline: type(pipe)={type(pipe).__name__} (expected GPipe).\n"
+            "Fix: verify(module, GPipe(module, balance), sample)."
+        )
+    if not isinstance(module, nn.Module):
+        raise ModelError(
+            f"module is not a model: type(module)={type(module).__name__} "
+            "(expected nn.Sequential).\nFix: give the chain that the pipeline was made of."
+        )
+
+
+def _check_loss(loss_fn: object, target: object) -> None:
+    if loss_fn is not None and not callable(loss_fn):
+        raise KindError(
+            f"loss_fn is not a function: type(loss_fn)={type(loss_fn).__name__} (expected one of "
+            "output and target).\nFix: loss_fn=nn.MSELoss(), say."
+        )
+    if target is not None and loss_fn is None:
+        raise ModelError(
+            "a target is given without a loss: loss_fn=None (expected a function of output and "
+            "target).\nFix: give loss_fn, or leave out target."
+        )
 
 
 def _autocast_dtypes(pipe: GPipe) -> tuple[torch.dtype, ...]:

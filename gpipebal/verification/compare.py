@@ -12,9 +12,8 @@ from torch.nn.parameter import is_lazy
 
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.layers.chain import first_difference, layers_of
-from gpipebal.pipeline.values.microbatch import name_of_leaf
 from gpipebal.pipeline.values.parting import Dim
-from gpipebal.verification.task import Outcome, Slot, layers_alone
+from gpipebal.verification.task import Outcome, Slot, label_of, layers_alone
 from gpipebal.verification.tolerance import (
     Tolerance,
     alike,
@@ -142,8 +141,7 @@ class Comparison:
             return
         for k, (leaf, whole, dim) in enumerate(zip(expected.outputs, at_once, dims, strict=True)):
             if isinstance(leaf, Tensor) and whole is not None and dim is not None:
-                name = name_of_leaf(expected.structure, k)
-                label = "the output" if name == "the tensor" else f"output {name}"
+                label = label_of("output", expected.structure, k)
                 if leaf.shape != whole:
                     at = _At("In the plain model.", _SAME_ROWS)
                     at.differ(
@@ -181,8 +179,7 @@ class Comparison:
         tensors = [leaf for leaf in expected.outputs if isinstance(leaf, Tensor)]
         around = max(map(largest, tensors), default=0.0)
         for k, (plain, other) in enumerate(zip(expected.outputs, found.outputs, strict=True)):
-            name = name_of_leaf(expected.structure, k)
-            label = "the output" if name == "the tensor" else f"output {name}"
+            label = label_of("output", expected.structure, k)
             if not (isinstance(plain, Tensor) and isinstance(other, Tensor)):
                 if not alike(plain, other):
                     at.differ(f"{label} is {_named(other)}", _named(plain))

@@ -24,13 +24,13 @@ from gpipebal.pipeline.minibatch.inputs import Inputs, part_inputs
 from gpipebal.pipeline.randomness.random_ops import prepare
 from gpipebal.pipeline.randomness.randomness import OwnRandomness
 from gpipebal.pipeline.randomness.seeds import draw_seed
-from gpipebal.pipeline.values.microbatch import Call, flatten, name_of_leaf, unflatten
+from gpipebal.pipeline.values.microbatch import Call, flatten, unflatten
 from gpipebal.pipeline.values.parting import gather, scatter_leaves
 from gpipebal.pipeline.values.tensors import copy_of
 from gpipebal.profiler.chain.clock import synchronize
 from gpipebal.profiler.setting import threads_set
 from gpipebal.skip.tracker import Skips, using
-from gpipebal.verification.task import Outcome, Task, copied, layers_alone, outcome_of
+from gpipebal.verification.task import Outcome, Task, copied, label_of, layers_alone, outcome_of
 
 __all__ = [
     "Watch",
@@ -205,10 +205,9 @@ def _parted(pipe: GPipe, task: Task) -> tuple[list[Any], Inputs]:
 
 def _input_leaves(leaves: list[Any], inputs: Inputs) -> dict[str, Tensor]:
     """Name the leaves of the input that can get a gradient."""
-    names = [name_of_leaf(inputs.structure, k) for k in range(len(leaves))]
     return {
-        "the input" if name == "the tensor" else f"input {name}": leaf
-        for name, leaf in zip(names, leaves, strict=True)
+        label_of("input", inputs.structure, k): leaf
+        for k, leaf in enumerate(leaves)
         if isinstance(leaf, Tensor) and leaf.requires_grad
     }
 

@@ -13,9 +13,14 @@ from gpipebal.copies import deep_copy
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.minibatch.loss import Reduction, call_loss
-from gpipebal.pipeline.values.microbatch import detached, flatten, which_need_gradient
+from gpipebal.pipeline.values.microbatch import (
+    detached,
+    flatten,
+    name_of_leaf,
+    which_need_gradient,
+)
 
-__all__ = ["Outcome", "Slot", "Task", "copied", "layers_alone", "outcome_of"]
+__all__ = ["Outcome", "Slot", "Task", "copied", "label_of", "layers_alone", "outcome_of"]
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,17 @@ def outcome_of(output: Any, task: Task) -> Outcome:
         None if loss is None else loss.detach(),
         trains,
     )
+
+
+def label_of(value: str, structure: Any, k: int) -> str:
+    """Return the words for a leaf of an input or an output.
+
+    Example:
+        >>> label_of("output", flatten(0)[1], 0), label_of("output", flatten((0, 1))[1], 1)
+        ('the output', 'output leaf [1]')
+    """
+    name = name_of_leaf(structure, k)
+    return f"the {value}" if name == "the tensor" else f"{value} {name}"
 
 
 def layers_alone(pipe: GPipe) -> nn.Module:
