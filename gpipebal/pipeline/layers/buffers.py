@@ -139,15 +139,18 @@ class Buffers:
                 copies[place] = None
             elif place in self._deferred:
                 copies[place] = copy_before(buffer)
-            elif buffer.requires_grad or place in self._foreign:
-                # A copy would get the gradient that is meant for it; and of what several
-                # partitions have there is one.
-                others[place] = (buffer, version_of(buffer))
-            elif is_always_copied(place[0], buffer) or place in self._written:
+            elif self._is_copied(place, buffer):
                 copies[place] = copied.of(buffer)
             else:
                 others[place] = (buffer, version_of(buffer))
         return Kept(copies, others, empty)
+
+    def _is_copied(self, place: BufferSlot, buffer: Tensor) -> bool:
+        # A copy would get the gradient that is meant for the buffer; and of what several partitions
+        # have there is one.
+        if buffer.requires_grad or place in self._foreign:
+            return False
+        return is_always_copied(place[0], buffer) or place in self._written
 
     def copies(self, *, alone: bool = False) -> Copies:
         """Copy the large buffers, to see which a forward writes to; `alone`: only the foreign ones.
@@ -206,27 +209,22 @@ class Buffers:
             ModelError: one has been written to since.
         """
         for (module, name), (buffer, version) in kept.others.items():
-            if version_of(buffer) != version:
-                if buffer.requires_grad or (module, name) in self._foreign:
-                    why = (
-                        "requires a gradient"
-                        if buffer.requires_grad
-                        else "belongs to several partitions"
-                    )
-                    raise ModelError(
-                        "a checkpointed micro-batch cannot be recomputed: buffer "
-                        f"{name!r} of a {type(module).__name__} {why}, and was "
-                        "written to since its forward.\n"
-                        "Fix: write to it between mini-batches; or checkpoint='never'."
-                    )
+            if version_of(buffer) == version:
+                continue
+            fix = "write to it between mini-batches"
+            if buffer.requires_grad:
+                what = "requires a gradient, and was written to since its forward"
+            elif (module, name) in self._foreign:
+                what = "belongs to several partitions, and was written to since its forward"
+            else:
                 self._written.add((module, name))
-                raise ModelError(
-                    "a checkpointed micro-batch cannot be recomputed: buffer "
-                    f"{name!r} of a {type(module).__name__} has changed since its forward, and had "
-                    "not before.\n"
-                    "Fix: run the mini-batch again, the buffer is copied from now on; or "
-                    "checkpoint='never'."
-                )
+                what = "has changed since its forward, and had not before"
+                fix = "run the mini-batch again, the buffer is copied from now on"
+            raise ModelError(
+                "a checkpointed micro-batch cannot be recomputed: buffer "
+                f"{name!r} of a {type(module).__name__} {what}.\n"
+                f"Fix: {fix}; or checkpoint='never'."
+            )
 
     @contextmanager
     def replaced(self, kept: Kept) -> Iterator[None]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -145,31 +146,31 @@ def _partitions(
     for layer in chain:
         if isinstance(layer, Recomputed):
             layer.keep_off(shared | elsewhere)
-    partitions = []
-    first = 0
-    for j, (size, device) in enumerate(zip(balance, devices, strict=True)):
-        end = first + size
-        partitions.append(
-            Partition(
-                j,
-                names[first:end],
-                chain[first:end],
-                first,
-                device,
-                [r for r in routes if r.destination == j and r.source != j],
-                [r for r in routes if r.source == j and r.destination != j],
-                frozenset(
-                    (module, name)
-                    for layer in chain[first:end]
-                    for module in layer.modules()
-                    for name, buffer in module._buffers.items()
-                    if buffer is not None and id(buffer) in shared
-                ),
-                unregistered[j],
-            )
+    return [
+        Partition(
+            j,
+            names[first:end],
+            chain[first:end],
+            first,
+            devices[j],
+            [r for r in routes if r.destination == j and r.source != j],
+            [r for r in routes if r.source == j and r.destination != j],
+            frozenset(
+                (module, name)
+                for layer in chain[first:end]
+                for module in layer.modules()
+                for name, buffer in module._buffers.items()
+                if buffer is not None and id(buffer) in shared
+            ),
+            unregistered[j],
         )
-        first = end
-    return partitions
+        for j, (first, end) in enumerate(_places(balance))
+    ]
+
+
+def _places(balance: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield where the layers of each partition begin and end in the chain."""
+    return pairwise(accumulate(balance, initial=0))
 
 
 def _unregistered(
@@ -180,11 +181,7 @@ def _unregistered(
     Returns:
         These modules; and those that others have too, by ``id``.
     """
-    found = []
-    first = 0
-    for size in balance:
-        found.append(unregistered_in(chain[first : first + size]))
-        first += size
+    found = [unregistered_in(chain[first:end]) for first, end in _places(balance)]
     times = Counter(id(module) for of_partition in found for module in of_partition)
     times.update({id(module) for layer in chain for module in layer.modules()})
     alone = [[module for module in modules if times[id(module)] == 1] for modules in found]
