@@ -35,8 +35,6 @@ class Skips:
         values: Values that are on their way already.
     """
 
-    __slots__ = ("_values",)
-
     def __init__(self, values: Mapping[Key, Any] | None = None) -> None:
         self._values: dict[Key, Any] = dict(values or {})
 
@@ -82,8 +80,6 @@ class _OwnSkips(Skips):
     Where a forward begins and ends is not known, so a value that a failed one left behind can only
     be noticed when its key is stashed again: it is out of date, and is replaced.
     """
-
-    __slots__ = ()
 
     def save(self, key: Key, value: Any) -> None:
         """Stash a value, in place of one that an earlier forward left behind."""

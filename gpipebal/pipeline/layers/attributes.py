@@ -10,7 +10,14 @@ from torch import Tensor, nn
 
 from gpipebal.contents import attributes_in, contents_of, size_of
 
-__all__ = ["MOST_INSIDE", "attributes_of", "inside_of", "tensors_in", "unregistered_in"]
+__all__ = [
+    "MOST_INSIDE",
+    "attributes_of",
+    "inside_of",
+    "own_attributes",
+    "tensors_in",
+    "unregistered_in",
+]
 
 #: How deep values inside values are looked at; how many a container may have to be looked into; and
 #: how many containers and objects are looked into in all.
@@ -84,19 +91,27 @@ def unregistered_in(layers: Sequence[nn.Module]) -> list[nn.Module]:
     registered = {id(module): module for layer in layers for module in layer.modules()}
     found: dict[int, nn.Module] = {}
     seen: set[int] = set()
-    waiting = [(value, _DEPTH) for one in registered.values() for value in _own_values(one)]
+    waiting = [
+        (value, _DEPTH) for one in registered.values() for value in own_attributes(one).values()
+    ]
     while waiting:
         value, depth = waiting.pop()
         if issubclass(type(value), nn.Module):
             inside = {id(one): one for one in value.modules() if id(one) not in registered}
             new = [one for key, one in inside.items() if key not in found]
             found.update(inside)
-            waiting += [(each, _DEPTH) for one in new for each in _own_values(one)]
+            waiting += [(each, _DEPTH) for one in new for each in own_attributes(one).values()]
         elif depth and id(value) not in seen and len(seen) < _MOST:
             seen.add(id(value))
             waiting += [(each, depth - 1) for each in inside_of(value)]
     return list(found.values())
 
 
-def _own_values(module: nn.Module) -> list[Any]:
-    return [value for name, value in vars(module).items() if name not in _OF_MODULES]
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module but for those that every module has.
+
+    Example:
+        >>> own_attributes(nn.Dropout(0.5))
+        {'p': 0.5, 'inplace': False}
+    """
+    return {name: value for name, value in vars(module).items() if name not in _OF_MODULES}

@@ -12,6 +12,7 @@ from torch import nn
 
 from gpipebal.contents import attribute_values, contents_of
 from gpipebal.errors import ModelError
+from gpipebal.pipeline.layers.attributes import own_attributes
 from gpipebal.pipeline.layers.batchnorm import DeferredBatchNorm, blank_deferred
 from gpipebal.pipeline.layers.modules import own_state, shallow_copy
 from gpipebal.pipeline.layers.own import warn_of_lazy_norms
@@ -155,8 +156,7 @@ def _check_other_ways(module: nn.Module, memo: dict[nn.Module, nn.Module]) -> No
         memo: What has been converted so far, including the modules inside this one.
     """
     replaced = {id(module), *(id(old) for old, new in memo.items() if new is not old)}
-    own = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
-    for name, value in own.items():
+    for name, value in own_attributes(module).items():
         if _leads_to(value, replaced, set()):
             raise ModelError(
                 "batch normalisation cannot be deferred in a module that also reaches it by an "
@@ -164,10 +164,6 @@ def _check_other_ways(module: nn.Module, memo: dict[nn.Module, nn.Module]) -> No
                 "Fix: keep the layers in an nn.ModuleList, and no function of self or of them in "
                 "an attribute; or deferred_batch_norm=False."
             )
-
-
-#: Attributes that every module has: children are looked at by themselves, and hooks are shared.
-_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 #: How many objects are searched for layers.

@@ -49,14 +49,14 @@ def check_threads(name: str, threads: object) -> int:
         BalanceError: it is not a whole number of 1 or more, or so large that starting so many
             threads could bring the machine down.
     """
-    count = check_count(name, threads)
+    number = check_count(name, threads)
     most = max(MOST_THREADS, visible_cores())
-    if count > most:
+    if number > most:
         raise BalanceError(
-            f"{name} is too large: {name}={count} (expected at most {most}).\n"
+            f"{name} is too large: {name}={number} (expected at most {most}).\n"
             f"Fix: {name}={visible_cores()}, the number of cores, or fewer."
         )
-    return count
+    return number
 
 
 def parse_device(device: torch.device | str | int) -> torch.device:
@@ -79,11 +79,11 @@ def parse_device(device: torch.device | str | int) -> torch.device:
             "CUDA device).\nFix: device='cpu'."
         )
     if parsed.type == "cuda":
-        count = torch.cuda.device_count()
-        if (parsed.index or 0) >= count:
+        n_cuda = torch.cuda.device_count()
+        if (parsed.index or 0) >= n_cuda:
             raise DeviceError(
-                f"device does not exist: device={device!r} (this machine has {count} CUDA "
-                f"devices).\nFix: device={f'cuda:{count - 1}' if count else 'cpu'!r}."
+                f"device does not exist: device={device!r} (this machine has {n_cuda} CUDA "
+                f"devices).\nFix: device={f'cuda:{n_cuda - 1}' if n_cuda else 'cpu'!r}."
             )
         if parsed.index is None:
             parsed = torch.device("cuda", torch.cuda.current_device())

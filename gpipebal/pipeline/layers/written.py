@@ -38,8 +38,6 @@ class ParameterWrites:
             the forward.
     """
 
-    __slots__ = ("_alone", "_copies", "_counts", "_modules", "_training")
-
     def __init__(self, modules: Modules, *, alone: bool = False) -> None:
         self._modules = modules
         self._alone = alone
@@ -108,8 +106,6 @@ class StepsInHooks:
     Args:
         modules: The modules of a partition, and those of a loss.
     """
-
-    __slots__ = ("_counts", "_parameters")
 
     def __init__(self, *modules: Modules) -> None:
         # An embedding limits its rows again where a backward recomputes a run of layers.

@@ -163,10 +163,13 @@ class Ledger:
                 n_bytes = storage.nbytes()
                 self._refer_to(key, storage)
             self._entries[key] = (owner, n_bytes)
-            self.live[owner] += n_bytes
-            self.peaks[owner] = max(self.peaks[owner], self.live[owner])
-            self.total_peak = max(self.total_peak, sum(self.live))
+            self._add(owner, n_bytes)
         return entry is None
+
+    def _add(self, owner: int, n_bytes: int) -> None:
+        self.live[owner] += n_bytes
+        self.peaks[owner] = max(self.peaks[owner], self.live[owner])
+        self.total_peak = max(self.total_peak, sum(self.live))
 
     def _refer_to(self, key: int, storage: torch.UntypedStorage) -> None:
         # torch keeps the storage's Python object as long as the storage lives.
@@ -180,9 +183,7 @@ class Ledger:
         if len(by_owner) > 1:
             self._shared[key] = by_owner, shared.owners_at
         for owner, n_bytes in by_owner.items():
-            self.live[owner] += n_bytes
-            self.peaks[owner] = max(self.peaks[owner], self.live[owner])
-        self.total_peak = max(self.total_peak, sum(self.live))
+            self._add(owner, n_bytes)
 
     def _leave(self, key: int) -> None:
         with self._lock:

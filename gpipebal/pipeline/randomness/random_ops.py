@@ -73,8 +73,6 @@ def current_draw() -> Draw | None:
 class _Catch:
     """The context of a thread that includes the key."""
 
-    __slots__ = ("_before", "_catcher", "_draw", "_guard")
-
     def __init__(self, draw: Draw, catcher: _Catcher) -> None:
         self._draw = draw
         self._catcher = catcher

@@ -39,8 +39,6 @@ class Activity:
         n_done: Actions that it has ended, of all mini-batches.
     """
 
-    __slots__ = ("_action", "_partition", "_since", "_waiting", "n_done")
-
     def __init__(self) -> None:
         self.n_done = 0
         self._action: Action | None = None

@@ -27,8 +27,6 @@ class Flag:
     lock leaves it locked for ever. Here a queue wakes the waiter; its lock is held only in C.
     """
 
-    __slots__ = ("_is_set", "_wakes")
-
     def __init__(self) -> None:
         self._is_set = False
         self._wakes: SimpleQueue[None] = SimpleQueue()
