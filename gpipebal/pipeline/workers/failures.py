@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from gpipebal.pipeline.workers.activity import where
 from gpipebal.schedule import Action, Schedule
+from gpipebal.simulator import Durations, place
 
 __all__ = ["Failures"]
 
@@ -29,7 +30,7 @@ class Failures:
 
     def take_first(self, schedule: Schedule) -> BaseException:
         """Return the failure that comes first in schedule order, with notes of the others."""
-        places = _clock_cycles(schedule)
+        places = _places_in(schedule)
         failures = sorted(self._failures, key=lambda failure: places[failure[0]])
         error = failures[0][1]
         for action, other in failures[1:]:
@@ -51,37 +52,14 @@ def _described(error: BaseException) -> str:
         return f"{type(error).__name__}, whose text cannot be read"
 
 
-def _clock_cycles(schedule: Schedule) -> dict[Action, tuple[int, int]]:
+def _places_in(schedule: Schedule) -> dict[tuple[int, str, int], tuple[float, int]]:
     """Give every action its place in the schedule: when it would run if each took one cycle.
 
     Among actions of one cycle the forwards of earlier partitions come first, the backwards of
     later ones.
     """
-    places: dict[Action, tuple[int, int]] = {}
-    rows = [list(row) for row in schedule.rows]
-    n_partitions = len(rows)
-    cycle = 0
-    while any(rows):
-        ready = []
-        for j, row in enumerate(rows):
-            if row and all(need in places for need in _needs(row[0], n_partitions)):
-                ready.append(j)
-        for j in ready:
-            action = rows[j].pop(0)
-            places[action] = (cycle, j if action.kind == "F" else n_partitions - 1 - j)
-        cycle += 1
-        if not ready:
-            break  # an order that cannot run; the workers will have found out
-    for row in rows:
-        for action in row:
-            places[action] = (cycle, action.partition)
-    return places
-
-
-def _needs(action: Action, n_partitions: int) -> list[Action]:
-    j, kind, i = action
-    if kind == "F":
-        return [Action(j - 1, "F", i)] if j else []
-    if kind == "B" and j < n_partitions - 1:
-        return [Action(j + 1, "B", i)]
-    return []
+    ones = (1.0,) * schedule.n_partitions
+    return {
+        (j, kind, i): (start, j if kind == "F" else schedule.n_partitions - 1 - j)
+        for j, kind, i, start, _ in place(schedule, Durations(ones, ones, ones)).events
+    }
