@@ -9,6 +9,7 @@ check each against what it must answer.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ __all__ = [
     "is_transformed",
     "keeps_graph",
     "next_node",
+    "nodes_behind",
     "top_saved_tensors_hooks",
     "will_run",
 ]
@@ -49,6 +51,22 @@ def will_run(node: Any) -> bool:
     ``backward()`` runs every node; ``torch.autograd.grad`` only those on the way to its inputs.
     """
     return bool(torch._C._will_engine_execute_node(node))
+
+
+def nodes_behind(roots: Iterable[Any], stop: Collection[Any] = ()) -> Iterator[Any]:
+    """Yield each node of a graph once.
+
+    Args:
+        roots: Nodes to start from; None: none.
+        stop: Nodes at which the search stops.
+    """
+    seen, left = {None, *stop}, list(roots)
+    while left:
+        node = left.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            left += [before for before, _ in node.next_functions]
 
 
 def next_node() -> int | None:

@@ -96,7 +96,7 @@ def _failed_layers(
     roots: Iterable[Any], marks: Sequence[int], error: BaseException
 ) -> tuple[int, int] | None:
     """Return the indices of the first and the last layer in question; None: nothing is known."""
-    nodes = {node: node._sequence_nr() for node in _graph(roots)}
+    nodes = {node: node._sequence_nr() for node in engine_state.nodes_behind(roots)}
     numbers = sorted({number for number in nodes.values() if number != _LAST})
     if not numbers or not marks or engine_state.next_node() is None:
         return None
@@ -117,18 +117,6 @@ def _failed_layers(
         return None
     first, last = (max(0, bisect_right(marks, at) - 1) for at in (numbers[0], numbers[-1]))
     return first, last
-
-
-def _graph(roots: Iterable[Any]) -> Iterable[Any]:
-    """Yield each node of a graph once."""
-    seen: set[Any] = set()
-    left = [node for node in roots if node is not None]
-    while left:
-        node = left.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            left += [before for before, _ in node.next_functions if before is not None]
 
 
 def _has_freed(node: Any) -> str:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter, is_lazy
 
+from gpipebal.pipeline.process.engine_state import nodes_behind
 from gpipebal.pipeline.values.lane import Lane
 from gpipebal.pipeline.values.tensors import has_storage
 from gpipebal.pipeline.workers.partition import Partition
@@ -128,23 +129,11 @@ def leaves_behind(tensor: Tensor, before: set[Any], given: Sequence[Tensor | Non
         before: Nodes of its graph at which the search stops.
         given: Leaves that it was also computed from, and that do not count.
     """
-    found: list[Tensor] = []
     known = {id(leaf) for leaf in given}
-    seen, waiting = {None, *before}, [tensor.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        further = node.next_functions
-        if further:
-            waiting += [another for another, _ in further]
-        else:
-            # Only a node that adds to a `.grad` has a variable, and it leads to no further node.
-            variable = getattr(node, "variable", None)
-            if variable is not None and id(variable) not in known:
-                found.append(variable)
-    return found
+    # Only a node that adds to a `.grad` has a variable, and it leads to no further node.
+    ends = [node for node in nodes_behind([tensor.grad_fn], before) if not node.next_functions]
+    found = [getattr(node, "variable", None) for node in ends]
+    return [leaf for leaf in found if leaf is not None and id(leaf) not in known]
 
 
 def drop_gradients(parameters: Iterable[Tensor], threads: Sequence[threading.Thread]) -> None:
