@@ -152,13 +152,7 @@ class Cell:
             raise
         self._partition.check_writes(self._kind, packet)
         if self._input_is_shared and [*map(version_of, packet.leaves)] != versions:
-            raise ModelError(
-                f"an input of partition {self._partition.index} was written to, perhaps one that "
-                "other micro-batches read too, and was not when this kind of micro-batch was first "
-                "seen.\n"
-                "Fix: let the layer that writes to it work on a clone(), or write always or never; "
-                "then run the mini-batch again, with the values that it had before."
-            )
+            raise ModelError(_shared_message(self._partition.index))
         if writes is not None and any(result.needs_gradient):
             writes.end_forward()
             assert result.kept is not None and states is not None
@@ -316,6 +310,16 @@ def make_cells(
             ]
         )
     return cells
+
+
+def _shared_message(partition: int) -> str:
+    """Say what to do about a write to an input that other micro-batches may have a part of."""
+    return (
+        f"an input of partition {partition} was written to, perhaps one that other micro-batches "
+        "read too, and was not when this kind of micro-batch was first seen.\n"
+        "Fix: let the layer that writes to it work on a clone(), or write always or never; then "
+        "run the mini-batch again, with the values that it had before."
+    )
 
 
 def _written_message(partition: int) -> str:
