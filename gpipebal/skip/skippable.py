@@ -81,7 +81,9 @@ class Skippable:
             return reduced
         if reduced[:2] != (copyreg.__newobj__, (kind,)):  # type: ignore[attr-defined]
             return reduced  # the class has its own way to be pickled
-        return _blank, (_Recipe(kind),), *reduced[2:]
+        declared = kind._skip_declared
+        recipe = kind.__bases__[0], sorted(declared.stash), sorted(declared.pop)
+        return _blank, recipe, *reduced[2:]
 
 
 def is_skippable(module: object) -> bool:
@@ -213,24 +215,7 @@ def _is_importable(kind: type) -> bool:
     return found is kind
 
 
-class _Recipe:
-    """A decorated class that is pickled as the class it came from, and the names it declares."""
-
-    def __init__(self, kind: Any) -> None:
-        self.kind = kind
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        declared = self.kind._skip_declared
-        return _recipe, (self.kind.__bases__[0], sorted(declared.stash), sorted(declared.pop))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Recipe:
-        # A copy, unlike a pickle, has the class at hand, even one that cannot be imported.
-        return self
-
-
-def _recipe(base: type[nn.Module], stash: list[str], pop: list[str]) -> _Recipe:
-    return _Recipe(skippable(stash, pop)(base))
-
-
-def _blank(recipe: _Recipe) -> Any:
-    return recipe.kind.__new__(recipe.kind)
+def _blank(base: type[nn.Module], stash: list[str], pop: list[str]) -> Any:
+    """Make a layer without contents of a decorated class, given the class that was decorated."""
+    kind = skippable(stash, pop)(base)
+    return kind.__new__(kind)
