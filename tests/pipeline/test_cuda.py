@@ -594,13 +594,13 @@ def test_copies_between_devices_do_not_queue_behind_the_caller() -> None:
         expected = pipe(inputs)
         source = torch.ones(4, 8, device="cuda:0")
         lane = pipe._runtime.lanes[1]  # type: ignore[union-attr]
-        lane.receive([source], None)  # the first copy makes what later ones use
+        lane.receive([source], ())  # the first copy makes what later ones use
         torch.cuda.synchronize(0)
         with torch.cuda.device(0):
             torch.cuda._sleep(2_000_000_000)
             busy = torch.cuda.current_stream().record_event()
-        (received,) = lane.receive([source], None)
-        lane.mark().synchronize()
+        (received,) = lane.receive([source], ())
+        lane.mark()[0].synchronize()
         assert not busy.query()
     torch.cuda.synchronize(0)
     assert received.device == expected.device

@@ -121,7 +121,7 @@ class EventLane(Lane):
     def mark(self, leaves: object = ()) -> object:
         if self.refuses:
             raise torch.AcceleratorError("the device is lost")
-        self.marks.append(object())
+        self.marks.append([object()])
         return self.marks[-1]
 
     def wait_for(self, ready: object) -> None:

@@ -65,7 +65,7 @@ def test_a_copy_from_the_host_waits_for_nothing(entered: list[list[Stream]]) -> 
     """It blocks the host, so no stream that it stands on may wait for a device's work."""
     lane = CudaLane(HOME)
     at_home = torch.ones(2, device=HOME)
-    received = lane.receive([torch.ones(2), 3, at_home], ["ready", None])
+    received = lane.receive([torch.ones(2), 3, at_home], ["ready"])
     assert [getattr(leaf, "device", leaf) for leaf in received] == [HOME, 3, HOME]
     assert entered == [[lane.upload]]
     assert (lane.upload.waited, lane.copy.waited) == ([], [])
@@ -75,7 +75,7 @@ def test_a_copy_from_the_host_waits_for_nothing(entered: list[list[Stream]]) -> 
 def test_tensors_at_home_are_waited_for_where_they_are_used(entered: list[list[Stream]]) -> None:
     """Nothing is copied, and no copy stream is involved."""
     lane = CudaLane(HOME)
-    lane.receive([torch.ones(2, device=HOME)], "ready")
+    lane.receive([torch.ones(2, device=HOME)], ["ready"])
     assert entered == []
     assert (lane.upload.waited, lane.copy.waited, lane.compute.waited) == ([], [], ["ready"])
 
@@ -84,7 +84,7 @@ def test_a_copy_between_devices_runs_on_streams_of_its_own(entered: list[list[St
     """On the source's side too: its default stream is the caller's."""
     lane = CudaLane(HOME)
     for _ in range(2):
-        lane.receive([torch.ones(2).as_subclass(Far), torch.ones(2)], "ready")
+        lane.receive([torch.ones(2).as_subclass(Far), torch.ones(2)], ["ready"])
     (source,) = lane._sources.values()
     assert source.device == torch.device("cpu")
     # A tensor with gaps is put into one piece on the source's stream, before any wait of torch's.
@@ -136,7 +136,7 @@ def test_what_comes_to_the_host_in_parts_is_waited_for(monkeypatch: pytest.Monke
             pinned.clear()
             pinned.update(where)
             ready = Event(HOME)
-            lane.give_to_caller([tensor], ready)
+            lane.give_to_caller([tensor], [ready])
             assert ready.waited == expected
 
 
@@ -149,7 +149,7 @@ def test_a_caller_waits_for_a_tensor_on_the_device_that_has_it(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[device.type])
     recorded: list[object] = []
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: recorded.append(stream))
-    CudaLane(HOME).give_to_caller([torch.ones(2).as_subclass(Far)], "ready")
+    CudaLane(HOME).give_to_caller([torch.ones(2).as_subclass(Far)], ["ready"])
     assert [stream.waited for stream in streams.values()] == [["ready"], ["ready"]]
     assert recorded == [streams["cpu"]]
 
@@ -161,10 +161,10 @@ def test_a_caller_waits_where_its_input_was_copied_from(
     streams = {name: Stream(torch.device(name)) for name in ("meta", "cpu")}
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[device.type])
     lane = CudaLane(HOME)
-    lane.receive([torch.ones(2).as_subclass(Far)], "ready")
-    lane.give_to_caller((), "end")
+    lane.receive([torch.ones(2).as_subclass(Far)], ["ready"])
+    lane.give_to_caller((), ["end"])
     # What comes from another partition is none of the caller's.
     assert [stream.waited for stream in streams.values()] == [["end"], []]
-    lane.receive([torch.ones(2).as_subclass(Far)], "ready", of_caller=True)
-    lane.give_to_caller((), "later")
+    lane.receive([torch.ones(2).as_subclass(Far)], ["ready"], of_caller=True)
+    lane.give_to_caller((), ["later"])
     assert [stream.waited for stream in streams.values()] == [["end", "later"], ["later"]]

@@ -236,11 +236,11 @@ def test_copies_between_devices_are_recorded() -> None:
     """A tensor from another device is a copy with a start and an end; one at home is none."""
     lane = Lane(torch.device("meta"))
     spans: list[tuple[float, float]] = []
-    received = lane.receive([torch.ones(2), 7, torch.ones(2, device="meta")], None, spans)
+    received = lane.receive([torch.ones(2), 7, torch.ones(2, device="meta")], (), spans)
     assert [getattr(leaf, "device", None) for leaf in received] == [lane.device, None, lane.device]
     assert len(spans) == 1
     assert spans[0][0] <= spans[0][1]
-    lane.receive([received[0]], None, spans)
+    lane.receive([received[0]], (), spans)
     assert len(spans) == 1
     record = MiniBatchRecord(2)
     record.add(1, "F", 0, 1.0, 3.0)

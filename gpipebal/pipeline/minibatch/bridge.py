@@ -27,7 +27,7 @@ from gpipebal.pipeline.minibatch.minibatch import MiniBatch
 from gpipebal.pipeline.minibatch.new_gradients import LateGradients
 from gpipebal.pipeline.process import engine_state
 from gpipebal.pipeline.process.caller import whole_call
-from gpipebal.pipeline.values.lane import current_events
+from gpipebal.pipeline.values.lane import Events, current_events
 from gpipebal.pipeline.values.microbatch import (
     Packet,
     copied,
@@ -160,7 +160,7 @@ class _Arrived(NamedTuple):
     """What `Attach` has for `Launch`: by micro-batch, each leaf's gradient; and events."""
 
     gradients: list[list[Tensor | None]]
-    ready: Any
+    ready: Events
 
 
 class _Crossing:
@@ -260,7 +260,7 @@ class _Attach(torch.autograd.Function):
         token = _token()
         # This may be a device's thread: its current stream is the one that made the gradients.
         # The lane of a partition of the host marks nothing on a card, where its output may be.
-        ready = [crossing.mini_batch.lanes[-1].follow_caller(), *current_events(gradients)]
+        ready = [*crossing.mini_batch.lanes[-1].follow_caller(), *current_events(gradients)]
         token.__dict__["arrived"] = _Arrived(parts, ready)
         return (None, token, None, *([None] * len(gradients)))
 

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from gpipebal.errors import ModelError, PipelineError
 from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.pipeline.process.engine_state import is_transformed
-from gpipebal.pipeline.values.lane import current_events
+from gpipebal.pipeline.values.lane import Events, current_events
 from gpipebal.pipeline.values.microbatch import (
     Call,
     Packet,
@@ -52,14 +52,14 @@ class Inputs:
     rows: list[int]
     needs_gradient: list[bool]
 
-    def take(self, ready: Any) -> list[Packet]:
+    def take(self, ready: Events) -> list[Packet]:
         """Return the micro-batches, and keep nothing of them: that would keep their memory.
 
         Args:
             ready: What the first partition waits for before it reads them.
         """
         parts, self.micro_batches = self.micro_batches, []
-        events = [ready, *current_events(parts[0])]
+        events = [*ready, *current_events(parts[0])]
         return [
             Packet(leaves, self.structure, self.needs_gradient, events, find_overlaps(leaves))
             for leaves in parts

@@ -22,7 +22,7 @@ from gpipebal.pipeline.layers.modules import Modules
 from gpipebal.pipeline.layers.written import ParameterWrites
 from gpipebal.pipeline.minibatch.target import Target
 from gpipebal.pipeline.process.phase import is_checkpointing
-from gpipebal.pipeline.values.lane import Lane
+from gpipebal.pipeline.values.lane import Events, Lane
 from gpipebal.pipeline.values.microbatch import Packet, flatten
 from gpipebal.pipeline.workers.partition import Tail
 from gpipebal.pipeline.workers.tied import leaves_behind
@@ -90,7 +90,9 @@ class MicroBatchLoss:
             1.0 if reduction == "sum" or not total else n_rows / total for n_rows in rows
         ]
 
-    def of(self, i: int, lane: Lane, ready: Any, meet: Callable[[Sequence[Tensor]], None]) -> Tail:
+    def of(
+        self, i: int, lane: Lane, ready: Events, meet: Callable[[Sequence[Tensor]], None]
+    ) -> Tail:
         """Return the loss of micro-batch `i` as a function of its output; called by the worker.
 
         Args:

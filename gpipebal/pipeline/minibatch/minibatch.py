@@ -43,6 +43,7 @@ from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.pipeline.observers.recorder import MiniBatchRecord
 from gpipebal.pipeline.process.caller import CallerState
 from gpipebal.pipeline.randomness.randomness import new_seed
+from gpipebal.pipeline.values.lane import Events
 from gpipebal.pipeline.values.microbatch import Packet
 from gpipebal.pipeline.workers.failures import Failures
 from gpipebal.pipeline.workers.inbox import InboxClosedError, Stop
@@ -116,9 +117,9 @@ class MiniBatch:
         self._ready = starts = [lane.follow_caller() for lane in self.lanes]
         for i, packet in enumerate(inputs.take(starts[0])):
             self._routes.put_input(i, packet)
-        self._target_ready = [starts[-1], *(loss.target.events() if loss is not None else ())]
+        self._target_ready = [*starts[-1], *(loss.target.events() if loss is not None else ())]
         # By partition, what marks the end of the phase that ran last.
-        self._done: list[Any] = []
+        self._done: list[Events] = []
         # Whether the present backward keeps the cells for a further one.
         self._keeps = False
         # Parameters and the like without a gradient, by partition, while backwards run.
@@ -167,7 +168,7 @@ class MiniBatch:
     def backward(
         self,
         gradients: Sequence[Sequence[Tensor | None]],
-        ready: Any,
+        ready: Events,
         *,
         keep: bool,
         parameters: bool,
@@ -241,7 +242,7 @@ class MiniBatch:
     def _run_rows(self, rows: Sequence[Sequence[Action]]) -> None:
         """Let every worker run its row; return when all have, raise when one failed."""
         pool = self.runtime.pool
-        self._done = [None] * len(rows)
+        self._done = [()] * len(rows)
         tasks = [
             partial(self.state.variables.copy().run, self._run_row, j, row)
             for j, row in enumerate(rows)

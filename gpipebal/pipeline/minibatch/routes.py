@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.pipeline.observers.recorder import MiniBatchRecord
-from gpipebal.pipeline.values.lane import Lane, Span
+from gpipebal.pipeline.values.lane import Events, Lane, Span
 from gpipebal.pipeline.values.microbatch import Packet, join_packets, split_packet
 from gpipebal.pipeline.workers.inbox import Inbox, Stop
 from gpipebal.pipeline.workers.partition import Partition
@@ -29,7 +29,7 @@ from gpipebal.timeline import COPY_KIND
 __all__ = ["Routes"]
 
 #: The gradients of one packet's leaves, and what their reader waits for.
-_Gradients = tuple[list[Tensor | None], Any]
+_Gradients = tuple[list[Tensor | None], Events]
 
 
 class Routes:
@@ -112,7 +112,7 @@ class Routes:
             received += self._bring(j, i, gradients, ready)
         return received
 
-    def put_gradients(self, j: int, i: int, gradients: list[Tensor | None], ready: Any) -> None:
+    def put_gradients(self, j: int, i: int, gradients: list[Tensor | None], ready: Events) -> None:
         """Send the gradients of a cell's input back to where its parts came from."""
         parts = self._parts.get((j, i))
         if parts is not None:
@@ -132,7 +132,7 @@ class Routes:
         return packet._replace(leaves=leaves)
 
     def _bring(
-        self, j: int, i: int, leaves: list[Any], ready: Any, *, of_caller: bool = False
+        self, j: int, i: int, leaves: list[Any], ready: Events, *, of_caller: bool = False
     ) -> list[Any]:
         spans: list[Span] | None = None if self._record is None else []
         received = self._lanes[j].receive(leaves, ready, spans, of_caller=of_caller)

@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 
 from gpipebal.errors import BalanceError, ModelError
 from gpipebal.pipeline.process.phase import is_checkpointing, is_recomputing
-from gpipebal.pipeline.values.lane import Lane, current_events
+from gpipebal.pipeline.values.lane import Events, Lane, current_events
 from gpipebal.pipeline.values.microbatch import (
     check_nothing_hidden,
     detached,
@@ -78,11 +78,11 @@ class Target:
         self._lent: dict[int, list[Tensor | None]] = {}
         self._gradients: dict[int, list[Tensor | None]] = {}
 
-    def events(self) -> list[Any]:
+    def events(self) -> Events:
         """Return what a lane must wait for before it reads the target."""
         return current_events(self._parts[0])
 
-    def receive(self, i: int, lane: Lane, ready: Any) -> list[Any]:
+    def receive(self, i: int, lane: Lane, ready: Events) -> list[Any]:
         """Bring the target of micro-batch `i` to the lane's device; called by its worker."""
         return lane.receive(self._parts[i], ready, of_caller=True)
 
@@ -152,7 +152,7 @@ class Target:
             return []
         received = [found[i] for i in range(len(self._rows))]
         for gradients in received:
-            lane.give_to_caller(gradients, None)
+            lane.give_to_caller(gradients, ())
         joined = join_gradients(received, self._rows, self._dims)
         return [
             (leaf, gradient.to(leaf.device))

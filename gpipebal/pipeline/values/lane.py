@@ -22,7 +22,18 @@ from torch import Tensor
 
 from gpipebal.pipeline.values.tensors import parts_of, plain_parts
 
-__all__ = ["CudaLane", "Lane", "Span", "current_events", "make_lane", "record_stream"]
+__all__ = [
+    "CudaLane",
+    "Events",
+    "Lane",
+    "Span",
+    "current_events",
+    "make_lane",
+    "record_stream",
+]
+
+#: CUDA events to wait for; none on a CPU, whose work is done when it is handed over.
+Events = Sequence[Any]
 
 #: Two points in time of a lane's `clock`.
 Span = tuple[Any, Any]
@@ -42,19 +53,19 @@ class Lane:
     def enter_thread(self) -> None:
         """Prepare the thread of this partition's worker."""
 
-    def follow_caller(self) -> Any:
-        """Return what the lane must wait for, called in the caller's thread; None on CPU."""
-        return None
+    def follow_caller(self) -> Events:
+        """Return what the lane must wait for, called in the caller's thread."""
+        return ()
 
-    def wait_for(self, ready: Any) -> None:
+    def wait_for(self, ready: Events) -> None:
         """Let the lane's coming work start after `ready`: a CPU can only wait on the host."""
-        for event in _events(ready):
+        for event in ready:
             event.synchronize()
 
     def receive(
         self,
         leaves: Sequence[Any],
-        ready: Any,
+        ready: Events,
         spans: list[Span] | None = None,
         *,
         of_caller: bool = False,
@@ -86,17 +97,17 @@ class Lane:
         """Return a context in which any thread computes where this lane does."""
         return nullcontext()
 
-    def mark(self, leaves: Sequence[Any] = ()) -> Any:
+    def mark(self, leaves: Sequence[Any] = ()) -> Events:
         """Return what others wait for before they use what this lane has computed so far.
 
         Args:
             leaves: What they use: a layer of a CPU partition may have put some of it on a GPU.
         """
-        return current_events(leaves) or None
+        return current_events(leaves)
 
-    def give_to_caller(self, leaves: Sequence[Any], ready: Any) -> None:
+    def give_to_caller(self, leaves: Sequence[Any], ready: Events) -> None:
         """Let the caller use tensors of this lane; called in the caller's thread."""
-        for event in _events(ready):  # of tensors that a layer has put on a GPU
+        for event in ready:  # of tensors that a layer has put on a GPU
             torch.cuda.current_stream(event.device).wait_event(event)
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.is_cuda:
@@ -139,19 +150,19 @@ class CudaLane(Lane):
         torch.cuda.set_device(self.device)
         torch.cuda.set_stream(self.compute)
 
-    def follow_caller(self) -> torch.cuda.Event:
+    def follow_caller(self) -> Events:
         """Mark the caller's work on this device: the optimizer may still write parameters."""
-        return torch.cuda.current_stream(self.device).record_event()
+        return [torch.cuda.current_stream(self.device).record_event()]
 
-    def wait_for(self, ready: Any) -> None:
+    def wait_for(self, ready: Events) -> None:
         """Let the compute stream wait for events."""
-        for event in _events(ready):
+        for event in ready:
             self.compute.wait_event(event)
 
     def receive(
         self,
         leaves: Sequence[Any],
-        ready: Any,
+        ready: Events,
         spans: list[Span] | None = None,
         *,
         of_caller: bool = False,
@@ -166,18 +177,18 @@ class CudaLane(Lane):
                 if of_caller and leaf.is_cuda:
                     self._of_caller.add(leaf.device)
         if from_devices:
-            for event in _events(ready):
+            for event in ready:
                 self.copy.wait_event(event)
             with self._timed(self.copy, spans):
                 for k in from_devices:
-                    received[k] = self._from_device(received[k], _events(ready))
+                    received[k] = self._from_device(received[k], ready)
             self.compute.wait_event(self.copy.record_event())
         else:
             self.wait_for(ready)
         if from_host:
             if not of_caller and any(_is_pinned(received[k]) for k in from_host):
                 # A layer's copy to the host may still be filling it.
-                for event in _events(ready):
+                for event in ready:
                     self.upload.wait_event(event)
             with self._timed(self.upload, spans), torch.cuda.stream(self.upload):
                 for k in from_host:
@@ -190,7 +201,7 @@ class CudaLane(Lane):
                 record_stream(leaf, self.compute)
         return received
 
-    def _from_device(self, tensor: Tensor, ready: Sequence[Any]) -> Tensor:
+    def _from_device(self, tensor: Tensor, ready: Events) -> Tensor:
         source = self._sources.get(tensor.device)
         if source is None:
             source = self._sources[tensor.device] = torch.cuda.Stream(tensor.device)
@@ -214,11 +225,11 @@ class CudaLane(Lane):
         """Make the compute stream current in this thread and block."""
         return torch.cuda.stream(self.compute)
 
-    def mark(self, leaves: Sequence[Any] = ()) -> torch.cuda.Event:
+    def mark(self, leaves: Sequence[Any] = ()) -> Events:
         """Record an event after the work that the compute stream has so far."""
-        return self.compute.record_event()
+        return [self.compute.record_event()]
 
-    def give_to_caller(self, leaves: Sequence[Any], ready: Any) -> None:
+    def give_to_caller(self, leaves: Sequence[Any], ready: Events) -> None:
         """Let the caller's streams wait, and keep the memory until they have read it.
 
         These are its streams on this device, on the tensors' devices, and on the devices of the
@@ -227,14 +238,14 @@ class CudaLane(Lane):
         found = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda]
         for device in {self.device, *self._of_caller, *(leaf.device for leaf in found)}:
             current = torch.cuda.current_stream(device)
-            for event in _events(ready):
+            for event in ready:
                 current.wait_event(event)
         for leaf in found:
             record_stream(leaf, torch.cuda.current_stream(leaf.device))
         host = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.device.type == "cpu"]
         if any(map(_is_pinned, host)):
             # A layer's copy may still be filling it, and the caller joins it on the host.
-            for event in _events(ready):
+            for event in ready:
                 event.synchronize()
 
     def clock(self) -> torch.cuda.Event:
@@ -269,13 +280,6 @@ def record_stream(tensor: Tensor, stream: torch.cuda.Stream) -> None:
 def _is_pinned(tensor: Tensor) -> bool:
     """Tell whether any memory of a tensor is pinned, whatever the tensor is made of."""
     return any(part.is_pinned() for part in plain_parts(tensor))
-
-
-def _events(ready: Any) -> Sequence[Any]:
-    """Return the events to wait for: none, one, or several, of which some may be None."""
-    if ready is None:
-        return ()
-    return [event for event in ready if event is not None] if isinstance(ready, list) else [ready]
 
 
 def current_events(leaves: Sequence[Any]) -> list[torch.cuda.Event]:

@@ -48,14 +48,14 @@ class Packet(NamedTuple):
         leaves: Leaves of the pytree; tensors are detached.
         structure: How `unflatten` puts them together.
         needs_gradient: One flag per leaf: the tensor's gradient is wanted back.
-        ready: What the receiver waits for before it reads the tensors (CUDA events).
+        ready: Events that the receiver waits for before it reads the tensors.
         overlaps: Indices of leaves that have memory in common with another value on its way.
     """
 
     leaves: list[Any]
     structure: pytree.TreeSpec
     needs_gradient: list[bool]
-    ready: Any = None
+    ready: Sequence[Any] = ()
     overlaps: frozenset[int] = frozenset()
 
     def as_leaves(self, *, grad: bool = True) -> list[Any]:
@@ -127,7 +127,7 @@ def join_packets(packets: Sequence[Packet]) -> Packet:
     for packet in packets:
         overlaps.update(start + k for k in packet.overlaps)
         start += len(packet.leaves)
-    return Packet(leaves, structure, needs, None, frozenset(overlaps))
+    return Packet(leaves, structure, needs, (), frozenset(overlaps))
 
 
 def split_packet(packet: Packet) -> list[Packet]:

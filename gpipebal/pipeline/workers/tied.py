@@ -23,14 +23,14 @@ from torch import Tensor
 from torch.nn.parameter import Parameter, is_lazy
 
 from gpipebal.pipeline.process.engine_state import nodes_behind
-from gpipebal.pipeline.values.lane import Lane
+from gpipebal.pipeline.values.lane import Events, Lane, current_events
 from gpipebal.pipeline.values.tensors import has_storage
 from gpipebal.pipeline.workers.partition import Partition
 
 __all__ = ["TiedParameters", "drop_gradients", "leaves_behind"]
 
 #: The gradients of a partition's tied parameters, and what must be waited for to read each.
-_Sums = dict[Tensor, tuple[Tensor, Any]]
+_Sums = dict[Tensor, tuple[Tensor, Events]]
 
 #: Marks the nodes that have the hook.
 _CAUGHT = "gpipebal catches its gradients"
@@ -111,7 +111,7 @@ class TiedParameters:
             for parameter in self._tied:
                 found = False
                 for j, of_partition in enumerate(sums):
-                    gradient, ready = of_partition.pop(parameter, (None, None))
+                    gradient, ready = of_partition.pop(parameter, (None, ()))
                     if gradient is not None:
                         found = True
                         lanes[j].give_to_caller([gradient], ready)
@@ -203,14 +203,12 @@ def _catcher(
         if not parameter.requires_grad:
             return None  # frozen since the forward: the node adds nothing either
         with torch.no_grad():
-            known, _ = sums.get(parameter, (None, None))
+            known, _ = sums.get(parameter, (None, ()))
             if known is None or (known.is_sparse and not gradient.is_sparse):
                 # A copy: the same tensor may be on its way to other parameters too.
                 gradient = _copy_for(parameter, gradient)
             # The engine runs this on the node's stream, which need not be the worker's.
-            stream = torch.cuda.current_stream(gradient.device) if gradient.is_cuda else None
-            added = _added(known, gradient)
-            sums[parameter] = (added, None if stream is None else stream.record_event())
+            sums[parameter] = _added(known, gradient), current_events([gradient])
         return (None,)  # nothing is added to `.grad`
 
     return catch
