@@ -191,7 +191,8 @@ class Buffers:
                     "Fix: choose a balance that has all layers with this buffer in one partition, "
                     "the last if the loss has it."
                 )
-        self._written.update(changed)
+        for place in changed:
+            self.note_written(place)
         return {at: copy for at, copy in changed.items() if not before[at][0].requires_grad}
 
     def is_written(self, place: BufferSlot) -> bool:
@@ -217,7 +218,7 @@ class Buffers:
             elif (module, name) in self._foreign:
                 what = "belongs to several partitions, and was written to since its forward"
             else:
-                self._written.add((module, name))
+                self.note_written((module, name))
                 what = "has changed since its forward, and had not before"
                 fix = "run the mini-batch again, the buffer is copied from now on"
             raise ModelError(

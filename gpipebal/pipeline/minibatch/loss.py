@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gpipebal.argument_kinds import is_word
 from gpipebal.errors import BalanceError, ModelError, PipelineError
-from gpipebal.pipeline.layers.buffers import Copies, Kept
+from gpipebal.pipeline.layers.buffers import BufferSlot, Kept
 from gpipebal.pipeline.layers.buffers_of_run import BuffersOfRun
 from gpipebal.pipeline.layers.cached_weights import forget_cached_weights
 from gpipebal.pipeline.layers.container import Container
@@ -188,23 +188,11 @@ class _BuffersOfLoss(BuffersOfRun):
         """Return the modes of all modules, and which they are."""
         return super().mode(), tuple(map(id, self.modules))
 
-    def with_changed(self, kept: Kept, before: Copies) -> Kept:
-        """Return what is kept, with those that turned out to be written to."""
-        try:
-            return super().with_changed(kept, before)
-        finally:
-            self._remember()
-
-    def check(self, kept: Kept) -> None:
-        """Make sure that the buffers without a copy are what they were before the forward."""
-        try:
-            super().check(kept)
-        finally:
-            self._remember()
-
-    def _remember(self) -> None:
-        for module, name in self._written:
-            self._known.setdefault(module, set()).add(name)
+    def note_written(self, place: BufferSlot) -> None:
+        """Remember that a large buffer changes, in the next steps too."""
+        super().note_written(place)
+        module, name = place
+        self._known.setdefault(module, set()).add(name)
 
 
 class _Repeatable:
