@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -156,13 +156,6 @@ def _gradient_device(leaf: Any) -> torch.device | None:
     return leaf.device if isinstance(leaf, Tensor) and leaf.requires_grad else None
 
 
-class _Arrived(NamedTuple):
-    """What `Attach` has for `Launch`: by micro-batch, each leaf's gradient; and events."""
-
-    gradients: list[list[Tensor | None]]
-    ready: Events
-
-
 class _Crossing:
     """What the two Functions share about one mini-batch."""
 
@@ -193,18 +186,25 @@ class _Crossing:
         ]
         return [list(row) for row in zip(*columns, strict=True)]
 
-    def backward(self, arrived: _Arrived) -> list[list[Tensor | None]]:
-        """Run the mini-batch's backward; return the gradients of its inputs by micro-batch."""
+    def backward(
+        self, gradients: list[list[Tensor | None]], ready: Events
+    ) -> list[list[Tensor | None]]:
+        """Run the mini-batch's backward; return the gradients of its inputs by micro-batch.
+
+        Args:
+            gradients: Those of the outputs, by micro-batch.
+            ready: What to wait for before reading them.
+        """
         # A layer that waited for its turn would wait for the backward that runs it.
         self.mini_batch.runtime.pool.check_caller()
         with self._turn:
             parameters = engine_state.will_run(self.sentinel)
             if parameters:
                 lane = self.mini_batch.lanes[-1]
-                self._late.part(lambda one: lane.give_to_caller([one], arrived.ready))
+                self._late.part(lambda one: lane.give_to_caller([one], ready))
             return self.mini_batch.backward(
-                arrived.gradients,
-                arrived.ready,
+                gradients,
+                ready,
                 keep=engine_state.keeps_graph(),
                 parameters=parameters,
             )
@@ -222,7 +222,7 @@ class _Launch(torch.autograd.Function):
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
         crossing: _Crossing = ctx.crossing
         # Taken from the token, so that they are freed before gradients are joined.
-        received = crossing.backward(token.__dict__.pop("arrived"))
+        received = crossing.backward(*token.__dict__.pop("arrived"))
         mini_batch = crossing.mini_batch
         gradients = join_gradients(received, mini_batch.rows, mini_batch.dims)
         # A gradient goes back to where its input was, which need not be the first device.
@@ -261,7 +261,7 @@ class _Attach(torch.autograd.Function):
         # This may be a device's thread: its current stream is the one that made the gradients.
         # The lane of a partition of the host marks nothing on a card, where its output may be.
         ready = [*crossing.mini_batch.lanes[-1].follow_caller(), *current_events(gradients)]
-        token.__dict__["arrived"] = _Arrived(parts, ready)
+        token.__dict__["arrived"] = parts, ready
         return (None, token, None, *([None] * len(gradients)))
 
 

@@ -162,10 +162,7 @@ class MicroBatchLoss:
             for loss, weight in zip(losses, self.weights, strict=True)
             if loss is not None
         ]
-        total = terms[0]
-        for term in terms[1:]:
-            total = total + term
-        return total
+        return sum(terms[1:], terms[0])
 
 
 class _BuffersOfLoss(BuffersOfRun):

@@ -263,7 +263,7 @@ def gather_leaves(
     """Do what `gather` does on the leaves alone: one list of leaves per micro-batch."""
     joined = []
     for index, (column, dim) in enumerate(zip(zip(*parts, strict=True), dims, strict=True)):
-        first = column[0]
+        first, is_alone = column[0], len(column) == 1
         for i, leaf in enumerate(column):
             if isinstance(leaf, Tensor) != isinstance(first, Tensor):
                 raise ModelError(
@@ -277,7 +277,7 @@ def gather_leaves(
         elif dim is None:
             _check_shapes(column, None, structure, index)
             joined.append(torch.stack(column))
-        elif len(column) == 1 and not first.dim() and not dim:
+        elif is_alone and (-first.dim() <= dim < first.dim() or first.dim() == dim == 0):
             # The only micro-batch is the mini-batch; a tensor without rows stays as it is.
             joined.append(first)
         elif not -first.dim() <= dim < first.dim():
@@ -288,8 +288,6 @@ def gather_leaves(
                 "Fix: let the last layer return one value per row, or out_dims=None to stack the "
                 "micro-batches' values."
             )
-        elif len(column) == 1:
-            joined.append(first)
         else:
             _check_shapes(column, dim, structure, index)
             joined.append(torch.cat(column, dim=dim))
@@ -354,10 +352,7 @@ def join_gradients(
         if len(column) == 1 or not found:
             joined.append(column[0] if len(column) == 1 else None)
         elif dim is None:
-            total = found[0]
-            for gradient in found[1:]:
-                total = total + gradient
-            joined.append(total)
+            joined.append(sum(found[1:], found[0]))
         else:
             parts = [
                 _zeros(found[0], n_rows, dim) if gradient is None else gradient
