@@ -16,7 +16,7 @@ to be another for each micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -49,6 +49,26 @@ __all__ = ["FORMAT", "VERSION", "parts_of", "record_of"]
 
 FORMAT = "gpipebal-profile"
 VERSION = 15
+
+#: Fields that later versions have in addition: the last version without them, the place of the
+#: object that has them, and what they are taken to be where a record does not tell.
+_ADDED: Sequence[tuple[int, str, Mapping[str, Any]]] = (
+    (
+        2,
+        "step",
+        {
+            "optimizer_together": False,
+            "overhead_time": None,
+            "inside_overhead_time": None,
+            "cell_overhead_time": None,
+        },
+    ),
+    (3, "", {"without_gradient": (), "ties": ()}),
+    (4, "step", {"side_by_side": None}),
+    (6, "", {"common_inputs": ()}),
+    (7, "step", {"turns": None}),
+    (14, "step", {"optimizer_groups": ()}),
+)
 
 #: Fields of layers and skips up to version 11.
 _TOLD_ALONE = (
@@ -137,26 +157,19 @@ def _each(make: Callable[[Any, str], _Part], records: Any, where: str) -> tuple[
 
 def _step(record: Any) -> StepTerms:
     content = fields_of(record, "step", StepTerms, also=StepTerms.__dataclass_fields__)
-    for name, make in (
-        ("loss", _layer),
-        ("whole_loss", _layer),
-        ("side_by_side", _side_by_side),
-        ("turns", _turns),
-    ):
+    for name in ("loss", "whole_loss"):
         if content[name] is not None:
-            content[name] = make(content[name], path_in("step", name))
+            content[name] = _layer(content[name], path_in("step", name))
+    kinds: Mapping[str, Any] = {"side_by_side": AloneShares, "turns": TurnTimes}
+    for name, kind in kinds.items():
+        if content[name] is not None:
+            every = kind.__dataclass_fields__
+            part = fields_of(content[name], path_in("step", name), kind, also=every)
+            content[name] = kind(**part)
     content["gathered"] = tuple_of(content["gathered"], "step.gathered")
     groups = content["optimizer_groups"]
     content["optimizer_groups"] = _each(tuple_of, groups, "step.optimizer_groups")
     return StepTerms(**content)
-
-
-def _side_by_side(record: Any, where: str) -> AloneShares:
-    return AloneShares(**fields_of(record, where, AloneShares))
-
-
-def _turns(record: Any, where: str) -> TurnTimes:
-    return TurnTimes(**fields_of(record, where, TurnTimes, also=TurnTimes.__dataclass_fields__))
 
 
 def _layer(record: Any, where: str) -> LayerProfile:
@@ -194,28 +207,30 @@ def _up_to_date(content: dict[str, Any], version: int) -> dict[str, Any]:
         FileFormatError: it lacks a field that has to be changed, or has one of a later version.
     """
     check_missing(content, "", {"step": "an object"})
-    for last, bring in (
-        (1, _of_version_1),
-        (2, _of_version_2),
-        (3, _of_version_3),
-        (4, _of_version_4),
-        (6, _of_version_6),
-        (7, _of_version_7),
-        (8, _of_version_8),
-        (11, _of_version_11),
-        (14, _of_version_14),
-    ):
+    step = object_of(content["step"], "step")
+    content = {**content, "step": step}
+    if version <= 1:
+        content |= {"skips": (), "other_sizes": ()}
+        _describe_loss(step)
+    for last, where, added in _ADDED:
         if version <= last:
-            content = bring(content)
+            part = step if where else content
+            for name in added:
+                if name in part:
+                    raise _too_early(where, name)
+            part |= added
+    if version <= 8 and step.get("turns") is not None:
+        step["turns"] = _with_first_turns(step["turns"])
+    if version <= 11:
+        _leave_out_told_alone(content)
     return content
 
 
-def _of_version_1(content: dict[str, Any]) -> dict[str, Any]:
-    """Bring a record of version 1 up to date.
+def _describe_loss(step: dict[str, Any]) -> None:
+    """Describe the loss of a step of version 1 as a layer.
 
-    Its loss was one time and one peak, over the mini-batch, forward and backward together.
+    It was one time and one peak, over the mini-batch, forward and backward together.
     """
-    step = object_of(content["step"], "step")
     own = {"loss_time": "a number or null", "loss_bytes": "a whole number or null"}
     check_missing(step, "step", own)
     loss_time, loss_bytes = step.pop("loss_time"), step.pop("loss_bytes")
@@ -229,95 +244,37 @@ def _of_version_1(content: dict[str, Any]) -> dict[str, Any]:
         half = loss_time / 2
         peak = 0 if loss_bytes is None else loss_bytes
         loss = asdict(LayerProfile("loss", "loss", half, half, 0.0, backward_peak_bytes=peak))
-    step = {**step, "loss": None, "whole_loss": loss, "gathered": ()}
-    return {**content, "step": step, "skips": (), "other_sizes": ()}
+    step |= {"loss": None, "whole_loss": loss, "gathered": ()}
 
 
-def _of_version_2(content: dict[str, Any]) -> dict[str, Any]:
-    """Bring a record of version 2 up to date: no trial was run."""
-    later = StepTerms()
-    names = ("optimizer_together", "overhead_time", "inside_overhead_time", "cell_overhead_time")
-    step = object_of(content["step"], "step")
-    for name in names:
-        if name in step:
-            raise _too_early("step", name)
-    return {**content, "step": {**step, **{name: getattr(later, name) for name in names}}}
-
-
-def _of_version_3(content: dict[str, Any]) -> dict[str, Any]:
-    """Bring a record of version 3 up to date: all values have gradients, no parameters are tied."""
-    for name in ("without_gradient", "ties"):
-        if name in content:
-            raise _too_early("", name)
-    return {**content, "without_gradient": (), "ties": ()}
-
-
-def _of_version_4(content: dict[str, Any]) -> dict[str, Any]:
-    """Bring a record of version 4 up to date: partitions do not slow each other down."""
-    step = object_of(content["step"], "step")
-    if "side_by_side" in step:
-        raise _too_early("step", "side_by_side")
-    return {**content, "step": {**step, "side_by_side": None}}
-
-
-def _of_version_6(content: dict[str, Any]) -> dict[str, Any]:
-    """Bring a record of version 6 up to date: every micro-batch has inputs of its own."""
-    if "common_inputs" in content:
-        raise _too_early("", "common_inputs")
-    return {**content, "common_inputs": ()}
-
-
-def _of_version_7(content: dict[str, Any]) -> dict[str, Any]:
-    """Bring a record of version 7 up to date: what turns cost is not known."""
-    step = object_of(content["step"], "step")
-    if "turns" in step:
-        raise _too_early("step", "turns")
-    return {**content, "step": {**step, "turns": None}}
-
-
-def _of_version_8(content: dict[str, Any]) -> dict[str, Any]:
-    """Bring a record of version 8 up to date: its turns are those of the first cells of a step."""
-    step = object_of(content["step"], "step")
-    if step.get("turns") is None:
-        return content
-    turns = object_of(step["turns"], "step.turns")
+def _with_first_turns(record: Any) -> dict[str, Any]:
+    """Say of turns up to version 8 what they were: those of the first cells of a step."""
+    turns = object_of(record, "step.turns")
     for name in ("forward", "no_grad_forward", "backward"):
         if f"first_{name}" in turns:
             raise _too_early("step.turns", f"first_{name}")
         turns[f"first_{name}"] = turns.get(name, 0.0)
-    return {**content, "step": {**step, "turns": turns}}
+    return turns
 
 
-def _of_version_11(content: dict[str, Any]) -> dict[str, Any]:
-    """Bring a record of version 11 up to date: it told of each layer and skip what they hold alone.
+def _leave_out_told_alone(content: dict[str, Any]) -> None:
+    """Leave out of layers, skips and losses what they told up to version 11.
 
     Skips keep what their gradients hold; what values have in common with them is not known.
     """
-    step = object_of(content["step"], "step")
+
+    def without(record: Any) -> Any:
+        if not isinstance(record, Mapping):
+            return record  # refused later, by its place
+        return {name: value for name, value in record.items() if name not in _TOLD_ALONE}
+
+    for name in ("layers", "skips"):
+        if name in content:
+            content[name] = [without(one) for one in tuple_of(content[name], name)]
+    step = content["step"]
     for name in ("loss", "whole_loss"):
         if name in step:
-            step[name] = _without(step[name], _TOLD_ALONE)
-    lists: dict[str, Any] = {
-        name: [_without(one, _TOLD_ALONE) for one in tuple_of(content[name], name)]
-        for name in ("layers", "skips")
-        if name in content
-    }
-    return {**content, **lists, "step": step}
-
-
-def _of_version_14(content: dict[str, Any]) -> dict[str, Any]:
-    """Bring a record of version 14 up to date: all or none was stepped at once."""
-    step = object_of(content["step"], "step")
-    if "optimizer_groups" in step:
-        raise _too_early("step", "optimizer_groups")
-    return {**content, "step": {**step, "optimizer_groups": ()}}
-
-
-def _without(record: Any, names: Collection[str]) -> Any:
-    """Leave fields out of an object; anything else stays as it is."""
-    if not isinstance(record, Mapping):
-        return record
-    return {name: value for name, value in record.items() if name not in names}
+            step[name] = without(step[name])
 
 
 def _too_early(where: str, name: str) -> FileFormatError:
