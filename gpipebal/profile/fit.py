@@ -11,6 +11,7 @@ from typing import Any
 __all__ = [
     "SURE",
     "TOLERANCE",
+    "Counts",
     "count_at",
     "fit_line",
     "interpolate",
@@ -25,6 +26,9 @@ SURE = 0.01
 TOLERANCE = 0.03
 #: A peak is a line in the rows if it is off by no more than this fraction between the outermost.
 STRAIGHT = 0.01
+
+#: Rows and bytes, or operations, of the measured sizes, in ascending order of rows.
+Counts = tuple[tuple[int, int], ...]
 
 
 def time_at(points: Sequence[tuple[int, float, float]], rows: int) -> tuple[float, bool]:
@@ -72,21 +76,16 @@ def _line_through(
     return None
 
 
-def count_at(points: Sequence[tuple[int, int]], rows: int) -> int:
-    """Return bytes or operations at these rows: exact where they are a line, else rounded up."""
-    return _count_at(tuple(points), rows)
-
-
 # Most layers have the same few numbers of bytes, such as 0.
 @lru_cache(maxsize=1 << 15)
-def _count_at(points: tuple[tuple[int, int], ...], rows: int) -> int:
+def count_at(points: Counts, rows: int) -> int:
+    """Return bytes or operations at these rows: exact where they are a line, else rounded up."""
     value, parts = _on_line(_around(points, rows), rows)
     return -(-value // parts)
 
 
-def peak_at(
-    points: Sequence[tuple[int, int]], rows: int, fixed: int = 0, *, turns: bool = False
-) -> int:
+@lru_cache(maxsize=1 << 15)
+def peak_at(points: Counts, rows: int, fixed: int = 0, *, turns: bool = False) -> int:
     """Return the largest of several sums of bytes at these rows, of each of which is a line.
 
     Between the points it is interpolated, which is no less than such a largest. Beyond them a line
@@ -95,23 +94,18 @@ def peak_at(
     zero rows; with fewer it is at most between the first point and what there is at zero rows.
 
     Args:
-        points: Rows and bytes of the measured sizes, in ascending order of rows.
+        points: The measured sizes.
         rows: Rows to find the peak at.
         fixed: The most that there is at zero rows, as far as it is known: gradients of parameters.
         turns: Whether another sum will be the largest with more rows, wherever the points are.
 
     Example:
-        >>> peak_at([(2, 20), (4, 40), (8, 80)], 16), peak_at([(2, 60), (4, 50), (8, 40)], 16)
+        >>> peak_at(((2, 20), (4, 40), (8, 80)), 16), peak_at(((2, 60), (4, 50), (8, 40)), 16)
         (160, 80)
-        >>> peak_at([(2, 60), (4, 50), (8, 40)], 1, fixed=80)
+        >>> peak_at(((2, 60), (4, 50), (8, 40)), 1, fixed=80)
         70
     """
-    return _peak_at(tuple(points), rows, fixed, turns)
-
-
-@lru_cache(maxsize=1 << 15)
-def _peak_at(points: tuple[tuple[int, int], ...], rows: int, fixed: int, turns: bool) -> int:
-    found = _count_at(points, rows)
+    found = count_at(points, rows)
     (first, at_first), (last, at_last) = points[0], points[-1]
     goes_on = not turns and is_rising_line(points)
     if first <= rows <= last or goes_on:
@@ -126,19 +120,15 @@ def _peak_at(points: tuple[tuple[int, int], ...], rows: int, fixed: int, turns: 
     return max(found, at_first + -(-(at_zero - at_first) * (first - rows) // first))
 
 
-def is_rising_line(points: Sequence[tuple[int, int]]) -> bool:
+# Sizes are found for many numbers of rows in turn, from the same points.
+@lru_cache(maxsize=1 << 15)
+def is_rising_line(points: Counts) -> bool:
     """Tell whether points are on one line that does not fall.
 
     Example:
-        >>> is_rising_line([(2, 20), (4, 20), (8, 20)]), is_rising_line([(2, 9), (4, 5), (8, 7)])
+        >>> is_rising_line(((2, 20), (4, 20), (8, 20))), is_rising_line(((2, 9), (4, 5), (8, 7)))
         (True, False)
     """
-    return _is_rising_line(tuple(points))
-
-
-# Sizes are found for many numbers of rows in turn, from the same points.
-@lru_cache(maxsize=1 << 15)
-def _is_rising_line(points: tuple[tuple[int, int], ...]) -> bool:
     ends = [points[0], points[-1]]
     off = (abs(value - interpolate(ends, r)) - Fraction(STRAIGHT) * value for r, value in points)
     return points[0][1] <= points[-1][1] and all(each <= 0 for each in off)

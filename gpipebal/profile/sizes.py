@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from gpipebal.argument_kinds import whole_number
 from gpipebal.errors import ProfileError
 from gpipebal.profile.checks import COUNT_FIELDS
-from gpipebal.profile.fit import count_at, is_rising_line, peak_at, time_at
+from gpipebal.profile.fit import Counts, count_at, is_rising_line, peak_at, time_at
 from gpipebal.profile.layer import LayerProfile, StepTerms
 
 if TYPE_CHECKING:
@@ -123,13 +123,13 @@ def _between(
         known = [(size.rows, size.step.loss) for size in sizes if size.step.loss is not None]
         same = [(size.rows, size.step.loss) for size in alike if size.step.loss is not None]
         if len(same) > 1 or nearest.step.whole_loss is None:
-            target = count_at([(r, found.buffer_bytes) for r, found in same], rows)
+            target = count_at(tuple((r, found.buffer_bytes) for r, found in same), rows)
         else:
             target = target_bytes(nearest, nearest.step.whole_loss, rows)
         loss = replace(_layer_at(loss, known, same, rows, bad_fits), buffer_bytes=target)
     by_rows = _named(nearest) - set(nearest.common_inputs) - nearest.keepers.keys()
     storages = [
-        count_at([(size.rows, size.storages[index]) for size in alike], rows)
+        count_at(tuple((size.rows, size.storages[index]) for size in alike), rows)
         if index in by_rows
         else n_bytes
         for index, n_bytes in enumerate(nearest.storages)
@@ -177,7 +177,7 @@ def _layer_at(
         if not good and not name.endswith("_spread"):
             bad_fits.append(nearest.name)
     for name in COUNTS:
-        counts = [(r, getattr(x, name)) for r, x in alike]
+        counts = tuple((r, getattr(x, name)) for r, x in alike)
         unknown = any(count is None for _, count in counts)
         if unknown:
             found[name] = None
@@ -197,7 +197,7 @@ def _backward_peaks(nearest: LayerProfile, alike: Sequence[_Size], rows: int) ->
     is freed, and fall as the rows grow. With many they are at its beginning, and grow. If the
     measured sizes of one are on both sides, or on the first, the others may turn at the largest.
     """
-    points = {name: [(r, getattr(x, name)) for r, x in alike] for name in _WITH_GRADIENTS}
+    points = {name: tuple((r, getattr(x, name)) for r, x in alike) for name in _WITH_GRADIENTS}
     points = {name: each for name, each in points.items() if None not in dict(each).values()}
     turns = not all(map(is_rising_line, points.values()))
     found, fixed = dict[str, int](), nearest.gradient_bytes
@@ -218,7 +218,7 @@ def _in_proportion(name: str, known: _Size, rows: int) -> int:
     fixed = n_bytes if name in FIXED else 0
     if name in _WITH_GRADIENTS:
         fixed = min(n_bytes, layer.gradient_bytes)
-    return fixed + count_at([(of_rows, n_bytes - fixed)], rows)
+    return fixed + count_at(((of_rows, n_bytes - fixed),), rows)
 
 
 def _with_whole_terms(
@@ -251,7 +251,7 @@ def _with_whole_terms(
         if is_output and index in outputs:
             # Joined, outputs are as large as their gradients: no views of something larger now.
             n_bytes = -(-n_bytes * gradients // (source.gradient_bytes_of(outputs) or 1))
-        n_bytes = count_at([(source.mini_batch_rows, n_bytes)], mini_batch_rows)
+        n_bytes = count_at(((source.mini_batch_rows, n_bytes),), mini_batch_rows)
         number[index] = index if source is made and not is_output else len(storages)
         storages[number[index] : number[index] + 1] = [n_bytes]
     whole = step.whole_loss
@@ -282,7 +282,7 @@ def _with_whole_terms(
 
 def _scaled(whole: LayerProfile, rows: int, to_rows: int) -> LayerProfile:
     """Bring the loss over a mini-batch to other rows, in proportion."""
-    target = count_at([(rows, whole.buffer_bytes)], to_rows)
+    target = count_at(((rows, whole.buffer_bytes),), to_rows)
     size = [(rows, whole)]
     return replace(_layer_at(whole, size, size, to_rows, []), buffer_bytes=target)
 
@@ -298,10 +298,10 @@ def target_bytes(profile: Profile, whole: LayerProfile, rows: int) -> int:
         whole: Its loss over the mini-batch.
         rows: The rows.
     """
-    known = [(profile.mini_batch_rows, whole.buffer_bytes)]
+    known: Counts = ((profile.mini_batch_rows, whole.buffer_bytes),)
     loss = profile.step.loss
     if loss is not None and 0 < profile.rows < profile.mini_batch_rows:
-        known.insert(0, (profile.rows, loss.buffer_bytes))
+        known = ((profile.rows, loss.buffer_bytes), *known)
     return count_at(known, rows)
 
 
