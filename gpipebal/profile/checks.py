@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
-from gpipebal.argument_kinds import (
-    check_kind,
-    check_list,
-    check_mapping,
-    is_list,
-    plain_number,
-    whole_number,
-)
+from gpipebal.argument_kinds import check_kind, check_list, check_mapping
 from gpipebal.errors import ProfileError
 from gpipebal.profile.layer import (
     AloneShares,
@@ -35,8 +27,8 @@ __all__ = [
     "LIST_FIELDS",
     "STORAGE_FIELDS",
     "TEXT_FIELDS",
+    "bad_value",
     "check_profile",
-    "read_columns",
 ]
 
 #: Fields of a profile that are lists.
@@ -79,62 +71,6 @@ _NUMBERS = [
 COUNT_FIELDS = tuple(name for name, is_whole, _ in _NUMBERS if is_whole)
 
 
-def read_columns(rows: object, chunks: object, **columns: Any) -> dict[str, list[Any] | None]:
-    """Return costs as lists of plain numbers, and names as texts.
-
-    Args:
-        rows: Rows of a micro-batch.
-        chunks: Micro-batches.
-        columns: Values of the layers, by name of the argument; None: not given.
-
-    Raises:
-        ProfileError: one is not a list, or has an entry of another kind; or a count is below 1.
-    """
-    for name, given in (("rows", rows), ("chunks", chunks)):
-        if (whole_number(given) or 0) < 1:
-            raise _bad_value("profile", name, given, COUNT)
-    found: dict[str, list[Any] | None] = {}
-    for name, column in columns.items():
-        if column is None and name != "forward":
-            found[name] = None
-            continue
-        if not is_list(column, in_order=True):
-            raise ProfileError(
-                f"costs are not a list: {name}={column!r:.60} (expected one for each layer).\n"
-                "Fix: give a list."
-            )
-        values = list(column)
-        found[name] = [str(value) if name == "names" else _plain(value) for value in values]
-        for k, plain in enumerate(found[name] or ()):
-            if plain is None:
-                raise ProfileError(
-                    f"cost is not a number: {name}[{k}] is a {type(values[k]).__name__} (expected "
-                    "an int or a float).\nFix: give numbers."
-                )
-            if isinstance(plain, str) and not _is_text(plain):
-                raise ProfileError(
-                    f"name is not a text: {name}[{k}]={plain!r} (expected characters that a file "
-                    "can hold).\nFix: give another name."
-                )
-    return found
-
-
-def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _plain(value: object) -> int | float | None:
-    """Return a number of any kind, such as numpy's, as Python's; None if it is not one."""
-    number = plain_number(value)
-    # A NaN is a number, which is refused later, with its layer.
-    may_be_nan = isinstance(value, Real) and not isinstance(value, Integral)
-    return number if number == number or may_be_nan else None
-
-
 def check_profile(profile: Profile) -> None:
     """Verify the invariants of a profile.
 
@@ -169,7 +105,7 @@ def check_profile(profile: Profile) -> None:
     n_storages = len(profile.storages)
     for index, n_bytes in enumerate(profile.storages):
         if not _is_quantity(n_bytes, whole=True):
-            raise _bad_value("profile", f"storages[{index}]", n_bytes, SIZE)
+            raise bad_value("profile", f"storages[{index}]", n_bytes, SIZE)
     for layer in profile.layers:
         _check_layer(layer, f"layer {layer.name!r}", n_storages)
     for name in ("inputs", "common_inputs", "without_gradient"):
@@ -216,7 +152,7 @@ def _check_tie(tie: TieProfile, n_layers: int) -> None:
         )
     for name in ("parameter_bytes", "gradient_bytes"):
         if not _is_quantity(getattr(tie, name), whole=True):
-            raise _bad_value("tied parameters", name, getattr(tie, name), SIZE)
+            raise bad_value("tied parameters", name, getattr(tie, name), SIZE)
 
 
 def _check_shares(profile: Profile) -> None:
@@ -258,13 +194,13 @@ def _check_step(profile: Profile, n_storages: int) -> None:
     for name in _STEP_TIMES:
         value = getattr(step, name)
         if value is not None and not _is_quantity(value, whole=False):
-            raise _bad_value("step", name, value, NUMBER)
+            raise bad_value("step", name, value, NUMBER)
     if not isinstance(step.optimizer_together, bool):
         value = step.optimizer_together
-        raise _bad_value("step", "optimizer_together", value, "true or false")
+        raise bad_value("step", "optimizer_together", value, "true or false")
     for group in step.optimizer_groups:
         if len(group) != profile.n_layers or not all(_is_quantity(n, whole=True) for n in group):
-            raise _bad_value("step", "optimizer_groups", group, f"{SIZE} for each layer")
+            raise bad_value("step", "optimizer_groups", group, f"{SIZE} for each layer")
     parts = {"side_by_side": AloneShares, "turns": TurnTimes}
     for name, kind in {**parts, "loss": LayerProfile, "whole_loss": LayerProfile}.items():
         if getattr(step, name) is not None:
@@ -314,14 +250,14 @@ def _check_turns(turns: TurnTimes) -> None:
 def _check_layer(layer: LayerProfile, where: str, n_storages: int) -> None:
     for name in TEXT_FIELDS:
         if not isinstance(getattr(layer, name), str):
-            raise _bad_value(where, name, getattr(layer, name), "a text")
+            raise bad_value(where, name, getattr(layer, name), "a text")
     for name, whole, may_be_unknown in _NUMBERS:
         value = getattr(layer, name)
         if value is None and may_be_unknown:
             continue
         if not _is_quantity(value, whole=whole):
             expected = SIZE if name.endswith("_bytes") else WHOLE if whole else NUMBER
-            raise _bad_value(where, name, value, expected)
+            raise bad_value(where, name, value, expected)
     for name in STORAGE_FIELDS:
         for storage in getattr(layer, name) or ():
             _check_storage(storage, n_storages, where)
@@ -338,7 +274,7 @@ def _check_count(where: str, name: str, value: Any) -> None:
     known = isinstance(value, int) if name == "chunks" else _is_quantity(value, whole=True)
     if not known or isinstance(value, bool) or value < 1:
         expected = f"a whole number, 1 to {MOST_CHUNKS}" if name == "chunks" else COUNT
-        raise _bad_value(where, name, value, expected)
+        raise bad_value(where, name, value, expected)
 
 
 def _check_storage(storage: Any, n_storages: int, where: str) -> None:
@@ -349,7 +285,8 @@ def _check_storage(storage: Any, n_storages: int, where: str) -> None:
         )
 
 
-def _bad_value(where: str, name: str, value: Any, expected: str) -> ProfileError:
+def bad_value(where: str, name: str, value: Any, expected: str) -> ProfileError:
+    """Return the error for a value that something in a profile cannot have."""
     most = ""
     if isinstance(value, (int, float)) and value > MOST and expected.endswith("or more"):
         most = f", at most {MOST:.3g}"

@@ -9,10 +9,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from gpipebal.argument_kinds import check_list, check_whole, keep_as_tuples
-from gpipebal.errors import KindError, ProfileError
+from gpipebal.errors import KindError
 from gpipebal.files import read_noun, write_record
 from gpipebal.html import profile_html
-from gpipebal.profile.checks import LIST_FIELDS, STORAGE_FIELDS, check_profile, read_columns
+from gpipebal.profile.checks import LIST_FIELDS, STORAGE_FIELDS, check_profile
+from gpipebal.profile.given import parts_of_costs
 from gpipebal.profile.gradients import GradientFlow, find_flow
 from gpipebal.profile.layer import LayerProfile, SkipProfile, StepTerms, TieProfile
 from gpipebal.profile.match import ProfileMatch, match_profile
@@ -139,65 +140,16 @@ class Profile:
             >>> Profile.from_costs([1.0, 2.0]).layers[1].backward_time
             4.0
         """
-        given = read_columns(
-            rows,
-            chunks,
-            forward=forward,
-            backward=backward,
-            recompute=recompute,
-            names=names,
-            parameter_bytes=parameter_bytes,
-            saved_bytes=saved_bytes,
-            output_bytes=output_bytes,
-        )
-        rows, chunks = check_whole("rows", rows), check_whole("chunks", chunks)
-        times = given["forward"] or []
-        usual: dict[str, list[Any]] = {
-            "backward": [2 * time for time in times],
-            "recompute": times,
-            "names": [str(index) for index in range(len(times))],
-        }
-        nothing = [0] * len(times)
         columns = {
-            name: usual.get(name, nothing) if column is None else column
-            for name, column in given.items()
+            "forward": forward,
+            "backward": backward,
+            "recompute": recompute,
+            "names": names,
+            "parameter_bytes": parameter_bytes,
+            "saved_bytes": saved_bytes,
+            "output_bytes": output_bytes,
         }
-        for name, column in columns.items():
-            if len(column) != len(times):
-                raise ProfileError(
-                    f"costs have different lengths: len({name})={len(column)} "
-                    f"(expected {len(times)}, as many as forward).\n"
-                    "Fix: give one value per layer."
-                )
-        layers = []
-        storages: list[int] = []
-        for index, name in enumerate(columns["names"]):
-            cost = {key: column[index] for key, column in columns.items()}
-            storages += [cost["saved_bytes"], cost["output_bytes"]]
-            layers.append(
-                LayerProfile(
-                    name=name,
-                    kind="Layer",
-                    forward_time=cost["forward"],
-                    backward_time=cost["backward"],
-                    recompute_time=cost["recompute"],
-                    parameter_bytes=cost["parameter_bytes"],
-                    gradient_bytes=cost["parameter_bytes"],
-                    saved=(2 * index,),
-                    outputs=(2 * index + 1,),
-                    output_bytes=cost["output_bytes"],
-                    forward_peak_bytes=cost["saved_bytes"] + cost["output_bytes"],
-                    backward_peak_bytes=columns["output_bytes"][index - 1] if index else 0,
-                )
-            )
-        return cls(
-            layers=tuple(layers),
-            storages=tuple(storages),
-            rows=rows,
-            mini_batch_rows=rows * chunks,
-            chunks=chunks,
-            provenance={"method": "costs"},
-        )
+        return cls(**parts_of_costs(rows, chunks, columns))
 
     @property
     def shares_memory(self) -> bool:
