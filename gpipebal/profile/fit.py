@@ -84,7 +84,6 @@ def count_at(points: Counts, rows: int) -> int:
     return -(-value // parts)
 
 
-@lru_cache(maxsize=1 << 15)
 def peak_at(points: Counts, rows: int, fixed: int = 0, *, turns: bool = False) -> int:
     """Return the largest of several sums of bytes at these rows, of each of which is a line.
 
