@@ -24,15 +24,14 @@ from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.failures import is_out_of_memory, left_out, memory_for
 from gpipebal.profiler.chain.gradients import needs_gradient
 from gpipebal.profiler.chain.moving import value_to
-from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers
+from gpipebal.profiler.chain.numbers import Arrived
 from gpipebal.profiler.chain.value import SkipEnds, Value
-from gpipebal.profiler.memory.layer_memory import LayerMemory, number_gradients
-from gpipebal.profiler.memory.storages import measure_layer_memory
 from gpipebal.profiler.replicas.identity import Alike
 from gpipebal.profiler.replicas.reads import names_read
 from gpipebal.profiler.replicas.replica import replicate
-from gpipebal.profiler.survey import Survey, describe_skips, flops_of
+from gpipebal.profiler.survey import Survey, Trail
 from gpipebal.profiler.times.rounds import Pace, Subject, Times
+from gpipebal.profiler.training import Training
 from gpipebal.skip.tracker import Key
 from gpipebal.units import count
 
@@ -48,22 +47,14 @@ class SizeWalk:
     Attributes:
         rows: Its rows.
         arrived: What goes into the next layer, on the host.
-        numbers: Numbers of its storages.
-        inputs: Storages of the chain's input.
-        memory: Memory of the layers so far.
-        flops: Floating-point operations of the layers so far.
+        trail: What was found out about the layers so far.
         times: For each layer so far, its times.
-        skips: Storages of the skips so far.
     """
 
     rows: int
     arrived: Arrived
-    numbers: Numbers
-    inputs: tuple[int, ...]
-    memory: list[LayerMemory] = field(default_factory=list)
-    flops: list[int | None] = field(default_factory=list)
+    trail: Trail
     times: list[Times] = field(default_factory=list)
-    skips: dict[Key, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def start(cls, rows: int, value: Value, device: torch.device) -> SizeWalk:
@@ -77,17 +68,14 @@ class SizeWalk:
                     leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in value.leaves
                 ]
                 value = replace(value, leaves=dense)
-        numbers = Numbers()
-        arrived = Arrived.first(value, numbers)
-        return cls(rows, arrived, numbers, arrived.storages)
+        trail = Trail()
+        return cls(rows, trail.start(value), trail)
 
     def survey(self, routes: SkipEnds, device: torch.device) -> Survey:
         """Return the findings, once all layers are done."""
         with memory_for("the output"):
             outputs = moved(self.arrived, device)
-        gradients = number_gradients(self.memory, routes, self.numbers)
-        skips = describe_skips(routes, self.skips, gradients)
-        return Survey(self.memory, self.flops, self.numbers, self.inputs, outputs, skips, gradients)
+        return self.trail.end(routes, outputs)
 
 
 @dataclass
@@ -100,32 +88,23 @@ class _Twin:
 
 
 def walk_alone(
-    names: Sequence[str],
-    modules: Sequence[nn.Module],
-    routes: SkipEnds,
+    training: Training,
     walks: list[SizeWalk],
     device: torch.device,
+    pace: Pace,
     *,
     share: bool,
     all_sizes: bool,
-    pace: Pace,
-    keep_modes: bool = True,
-    out_dims: Any = None,
 ) -> list[str]:
     """Take every size of micro-batch along the chain, layer by layer.
 
     Args:
-        names: Names of the layers.
-        modules: The caller's layers.
-        routes: Their skips.
+        training: The chain, and how it is trained.
         walks: The sizes, the micro-batch's own first. Sizes at which a layer fails are removed.
         device: Where to measure.
+        pace: How long to go on with each layer.
         share: Whether layers that are alike are measured once.
         all_sizes: Whether a layer may not fail at any size.
-        pace: How long to go on with each layer.
-        keep_modes: Whether parts of layers stay in training or evaluation mode; else all are
-            trained.
-        out_dims: Dimension along which the outputs of the last layer are joined; see `Chain`.
 
     Returns:
         Flags: the sizes that were given up, and why.
@@ -133,101 +112,116 @@ def walk_alone(
     Raises:
         GpipebalError: a layer failed at the micro-batch's own size, or, with `all_sizes`, at any.
     """
-    twins = Alike[_Twin](modules if share else (), by_value=True)
-    notes: list[str] = []
-
-    def give_up(i: int, error: GpipebalError) -> None:
-        # Only its text is kept: its traceback holds all that the layer had made.
-        if all_sizes or not i:
-            raise error
-        notes.append(left_out(walks[i].rows, error))
-
-    for k, (name, module) in enumerate(zip(names, modules, strict=True)):
-        dims = out_dims if k == len(names) - 1 else None
-        shares = share and not any(k in ends for ends in routes.values())  # skips have names
-        keys = [(i, _kind(walk.arrived, k, dims)) for i, walk in enumerate(walks)] if shares else []
+    twins = Alike[_Twin](training.modules if share else (), by_value=True)
+    bench = _Bench(training, walks, device, pace, all_sizes)
+    for k in range(len(training.layers)):
+        # Skips have names.
+        shares = share and not any(k in ends for ends in training.routes.values())
+        dims, keys = training.out_dims_of(k), list[Hashable]()
+        if shares:
+            keys = [(i, _kind(walk.arrived, k, dims)) for i, walk in enumerate(walks)]
         known = [twin for key in keys if (twin := twins.find(k, key)) is not None]
         # For all sizes or for none, because they are measured in turns.
         if shares and len(known) == len(walks):
             for walk, twin in zip(walks, known, strict=True):
                 _repeat(walk, twin)
         else:
-            # A copy of its own: it does no harm if a layer writes to its parameters.
-            replica = replicate([name], [module], device, private=(0,))[0]
             before = [list(walk.arrived.numbers) for walk in walks]
-            subjects: dict[int, Subject] = {}
-            with _reading(shares and twins.differ[k]) as reads:
-                if not keep_modes:
-                    replica.train()  # what its parts do then may depend on its options
-                for i, walk in enumerate(walks):
-                    try:
-                        written = subjects[0].chain.written if subjects else None
-                        subjects[i] = _survey_layer(
-                            walk,
-                            k,
-                            name,
-                            replica,
-                            routes,
-                            device,
-                            dims,
-                            written,
-                            recomputes=reads is not None,
-                        )
-                    except GpipebalError as error:
-                        give_up(i, error)
-            for i, times in _rounds(subjects, pace, give_up).items():
-                walks[i].times.append(times)
-            if len(subjects) < len(walks):
+            reads = bench.pass_layer(k, notes_reads=shares and twins.differ[k])
+            if len(walks) < len(before):
                 twins.forget()  # they are numbered by size
-                walks[:] = [walks[i] for i in subjects]
             elif shares:
                 for walk, key, numbers in zip(walks, keys, before, strict=True):
                     twins.add(k, key, _Twin(k, numbers, walk.arrived), reads)
-            del replica, subjects
         pace.told()
-    return notes
+    return bench.notes
 
 
-def _survey_layer(
-    walk: SizeWalk,
-    k: int,
-    name: str,
-    replica: nn.Module,
-    routes: SkipEnds,
-    device: torch.device,
-    out_dims: Any,
-    written: list[frozenset[int]] | None,
-    *,
-    recomputes: bool,
-) -> Subject:
-    """Find out all about a layer that needs no repeats, and go on after it.
+class _Bench:
+    """The device, to which one layer comes after the other; arguments are those of `walk_alone`.
 
-    The inputs that it writes to are found out at the first size, when `written` is None. With
-    `recomputes` it is also recomputed, as it will be clocked: only then it may read more.
+    Attributes:
+        notes: Flags: the sizes that were given up, and why.
     """
-    popped = [key for key, (_, destination) in routes.items() if destination == k]
-    on_host = walk.arrived.value
-    with memory_for(f"the input of layer {name!r}"):
-        arrived = moved(walk.arrived, device, only=popped)
-    start = arrived.value
-    chain = Chain([name], [replica], device, start, routes=routes, first=k, out_dims=out_dims)
-    if written is None:
-        chain.find_written(0, start)
-    else:
-        chain.written = written
-    flops = flops_of(chain, 0, start)
-    memory, passed = measure_layer_memory(chain, 0, arrived, walk.numbers)
-    walk.memory.append(memory)
-    walk.flops.append(flops)
-    for key in chain.stashed(0):
-        walk.skips[key] = distinct_numbers(passed.skips[key])
-    walk.arrived = moved(passed, _HOST)
-    # Its input comes again for every round: only one size is on the device at a time.
-    chain.start = on_host
-    if recomputes:
-        with _brought(chain):
-            chain.recompute()
-    return Subject(chain)
+
+    def __init__(
+        self,
+        training: Training,
+        walks: list[SizeWalk],
+        device: torch.device,
+        pace: Pace,
+        all_sizes: bool,
+    ) -> None:
+        self.notes: list[str] = []
+        self._training, self._walks, self._device = training, walks, device
+        self._pace, self._all_sizes = pace, all_sizes
+
+    def pass_layer(self, k: int, *, notes_reads: bool) -> set[str] | None:
+        """Examine and measure a layer at all sizes, and go on after it.
+
+        Returns:
+            Which of its attributes it has read; None: that is not noted.
+        """
+        name, module = self._training.names[k], self._training.modules[k]
+        # A copy of its own: it does no harm if a layer writes to its parameters.
+        replica = replicate([name], [module], self._device, private=(0,))[0]
+        subjects: dict[int, Subject] = {}
+        with _reading(notes_reads) as reads:
+            if not self._training.keep_modes:
+                replica.train()  # what its parts do then may depend on its options
+            for i, walk in enumerate(self._walks):
+                chain = self._chain(k, replica, walk.arrived.value)
+                if subjects:
+                    chain.written = subjects[0].chain.written
+                try:
+                    self._survey(walk, chain, finds_written=not subjects)
+                    if reads is not None:
+                        # It may read more when it is recomputed, as it will be clocked.
+                        with _brought(chain):
+                            chain.recompute()
+                except GpipebalError as error:
+                    self._give_up(i, error)
+                else:
+                    subjects[i] = Subject(chain)
+        for i, times in _rounds(subjects, self._pace, self._give_up).items():
+            self._walks[i].times.append(times)
+        self._walks[:] = [self._walks[i] for i in subjects]
+        return reads
+
+    def _chain(self, k: int, replica: nn.Module, start: Value) -> Chain:
+        """Make a chain of a layer; its input comes to the device for every round.
+
+        So only one size is there at a time.
+        """
+        return Chain(
+            [self._training.names[k]],
+            [replica],
+            self._device,
+            start,
+            routes=self._training.routes,
+            first=k,
+            out_dims=self._training.out_dims_of(k),
+        )
+
+    def _survey(self, walk: SizeWalk, chain: Chain, *, finds_written: bool) -> None:
+        """Find out all about a layer that needs no repeats, and go on after it.
+
+        Args:
+            walk: Has its input.
+            chain: The layer.
+            finds_written: Whether to find out the inputs that it writes to.
+        """
+        with memory_for(f"the input of layer {chain.names[0]!r}"):
+            arrived = moved(walk.arrived, self._device, only=chain.pops[0])
+        if finds_written:
+            chain.find_written(0, arrived.value)
+        walk.arrived = moved(walk.trail.pass_layer(chain, 0, arrived), _HOST)
+
+    def _give_up(self, i: int, error: GpipebalError) -> None:
+        # Only its text is kept: its traceback holds all that the layer had made.
+        if self._all_sizes or not i:
+            raise error
+        self.notes.append(left_out(self._walks[i].rows, error))
 
 
 @contextmanager
@@ -257,7 +251,8 @@ def _rounds(
 
     def runs(i: int, times: Times) -> bool:
         try:
-            _round(subjects[i], times)
+            with _brought(subjects[i].chain):
+                times.run_round(subjects[i], whole=False)
         except GpipebalError as error:
             if not is_out_of_memory(error):
                 raise  # it did not fail when it was examined
@@ -280,17 +275,12 @@ def _rounds(
     return found
 
 
-def _round(subject: Subject, times: Times) -> None:
-    with _brought(subject.chain):
-        times.run_round(subject, whole=False)
-
-
 @contextmanager
 def _brought(chain: Chain) -> Iterator[None]:
     """Bring the input of a layer to the device for a block."""
     on_host = chain.start
     with memory_for(f"the input of layer {chain.names[0]!r}"):
-        chain.start = value_to(on_host, chain.device, only=chain.popped(0))
+        chain.start = value_to(on_host, chain.device, only=chain.pops[0])
     try:
         yield
     finally:
@@ -324,33 +314,22 @@ def _kind(arrived: Arrived, k: int, out_dims: Any) -> Hashable:
 
 def _repeat(walk: SizeWalk, twin: _Twin) -> None:
     """Go on after a layer that is like one that was measured."""
-    known = dict(zip(twin.inputs, walk.arrived.numbers, strict=True))
-    known[None] = None
+    trail, arrived = walk.trail, walk.arrived
+    known = dict(zip(twin.inputs, arrived.numbers, strict=True))
 
-    def own(number: int | None) -> int | None:
-        if number not in known:
-            assert number is not None
-            known[number] = walk.numbers.new(walk.numbers.bytes[number])
-        return known[number]
+    def own(number: int) -> int:
+        found = known.get(number)
+        if found is None:
+            found = known[number] = trail.numbers.new(trail.numbers.bytes[number])
+        return found
 
-    memory = walk.memory[twin.index]
-    handed = [own(number) for number in twin.outputs.numbers]
-    walk.memory.append(
-        replace(
-            memory,
-            outputs=distinct_numbers(handed),
-            saved=distinct_numbers([own(number) for number in memory.saved]),
-            handed_through=distinct_numbers([own(number) for number in memory.handed_through]),
-            kept_outputs=distinct_numbers([own(number) for number in memory.kept_outputs]),
-            written=distinct_numbers([own(number) for number in memory.written]),
-        )
-    )
-    walk.flops.append(walk.flops[twin.index])
+    handed = [None if number is None else own(number) for number in twin.outputs.numbers]
+    trail.memory.append(trail.memory[twin.index].renumbered(own, trail.numbers))
+    trail.flops.append(trail.flops[twin.index])
     walk.times.append(walk.times[twin.index])
     value = twin.outputs.value
-    walk.numbers.note(handed, map(needs_gradient, value.leaves))
-    handed_on = replace(value, skips=walk.arrived.value.skips)
-    walk.arrived = Arrived(handed_on, handed, walk.arrived.skips)
+    trail.numbers.note(handed, map(needs_gradient, value.leaves))
+    walk.arrived = Arrived(replace(value, skips=arrived.value.skips), handed, arrived.skips)
 
 
 def moved(arrived: Arrived, device: torch.device, only: Sequence[Key] | None = None) -> Arrived:

@@ -18,7 +18,7 @@ from gpipebal.pipeline.layers.devices import visible_cores
 from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profile import LayerProfile
 from gpipebal.profile.fingerprint import fingerprint
-from gpipebal.profiler.memory.layer_memory import ChainGradients, LayerMemory, given_their_own
+from gpipebal.profiler.memory.layer_memory import given_their_own
 from gpipebal.profiler.replicas.owned import own_bytes
 from gpipebal.profiler.replicas.replica import layer_of_tensors
 from gpipebal.profiler.step.optimizer import Maker
@@ -71,8 +71,7 @@ def describe_layers(
     }
     host_forward = settle_launches(times.host_forward, times.host_whole_forward)
     host_backward = settle_launches(times.host_backward, times.host_whole_backward)
-    known = (found.memory, found.gradients, optimizer, found.flops)
-    columns = known_columns(names, modules, *known, device_type)
+    columns = known_columns(names, modules, found, optimizer, device_type)
     layers = tuple(
         LayerProfile(
             forward_time=float(settled["forward"].times[k]),
@@ -93,30 +92,26 @@ def describe_layers(
 def known_columns(
     names: Sequence[str],
     modules: Sequence[nn.Module],
-    memory: Sequence[LayerMemory],
-    gradients: ChainGradients,
+    found: Survey,
     optimizer: OptimizerMemory,
-    flops: Sequence[int | None],
     device_type: str,
 ) -> list[dict[str, Any]]:
     """Return the columns of each layer's profile that do not say how long it takes."""
-    own, given_own = own_bytes(modules, device_type), given_their_own(memory)
+    own, given_own = own_bytes(modules, device_type), given_their_own(found.memory)
     return [
         {
             "name": names[k],
             "kind": type(module).__name__,
-            "flops": flops[k],
-            "optimizer_bytes": optimizer.state_of(k),
-            "optimizer_peak_bytes": optimizer.peak_of(k),
-            "optimizer_carried_bytes": optimizer.carried_of(k),
+            "flops": found.flops[k],
+            **optimizer.columns(k),
             "fingerprint": fingerprint(module),
-            **memory[k].columns(
+            **found.memory[k].columns(
                 own[k],
                 names[k],
                 module,
                 given_own=given_own[k],
-                memory=gradients.given[k],
-                storages=gradients.storages[k],
+                memory=found.gradients.given[k],
+                storages=found.gradients.storages[k],
             ),
         }
         for k, module in enumerate(modules)
@@ -209,17 +204,13 @@ class OptimizerMemory(NamedTuple):
     groups: tuple[tuple[int, ...], ...] = ()
     doubts: tuple[str, ...] = ()
 
-    def state_of(self, k: int) -> int | None:
-        """Return the bytes of a layer's state; None: not known."""
-        return None if self.state is None else self.state[k]
-
-    def peak_of(self, k: int) -> int | None:
-        """Return the bytes that the step of a layer's parameters needs; None: not known."""
-        return None if self.peaks is None else self.peaks[k]
-
-    def carried_of(self, k: int) -> int:
-        """Return the further bytes that it needs after another layer on the same device."""
-        return 0 if self.carried is None else self.carried[k]
+    def columns(self, k: int) -> dict[str, int | None]:
+        """Return the columns of a layer profile."""
+        return {
+            "optimizer_bytes": None if self.state is None else self.state[k],
+            "optimizer_peak_bytes": None if self.peaks is None else self.peaks[k],
+            "optimizer_carried_bytes": 0 if self.carried is None else self.carried[k],
+        }
 
 
 def optimizer_memory(

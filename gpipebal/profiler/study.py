@@ -75,7 +75,7 @@ class Study:
     """
 
     def __init__(self, training: Training, device: torch.device) -> None:
-        training = training.with_target_on(device)
+        self._training = training = training.with_target_on(device)
         self.names, self.modules = training.names, training.modules
         self.routes, self.device = training.routes, device
         self._data, self._loss_fn = training.data, training.loss_fn
@@ -166,16 +166,7 @@ class Study:
             for rows in (self.micro_batches[0], *others)
         ]
         self.notes += walk_alone(
-            self.names,
-            self.modules,
-            self.routes,
-            walks,
-            self.device,
-            share=share,
-            all_sizes=all_sizes,
-            pace=pace,
-            keep_modes=self._keep_modes,
-            out_dims=self._data.joined_dims,
+            self._training, walks, self.device, pace, share=share, all_sizes=all_sizes
         )
         self.notes += doubts_about_parameters(self.names, self.modules)
         self.notes.append("one layer at a time: what neighbours do to each other is not measured")

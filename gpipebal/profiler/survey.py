@@ -7,7 +7,7 @@ operations.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +34,7 @@ __all__ = [
     "LossSurvey",
     "Scout",
     "Survey",
-    "describe_skips",
-    "flops_of",
+    "Trail",
     "survey",
     "survey_loss",
 ]
@@ -62,6 +61,60 @@ class Survey:
     outputs: Arrived
     skips: tuple[SkipProfile, ...]
     gradients: ChainGradients
+
+
+@dataclass
+class Trail:
+    """What is known of the first layers of a chain, at one size of micro-batch.
+
+    Attributes:
+        numbers: Numbers of all storages so far.
+        inputs: Storages of the chain's input.
+        memory: Memory of these layers.
+        flops: Their floating-point operations.
+        skips: Storages of the skips that they stash.
+    """
+
+    numbers: Numbers = field(default_factory=Numbers)
+    inputs: tuple[int, ...] = ()
+    memory: list[LayerMemory] = field(default_factory=list)
+    flops: list[int | None] = field(default_factory=list)
+    skips: dict[Key, tuple[int, ...]] = field(default_factory=dict)
+
+    def start(self, value: Value) -> Arrived:
+        """Begin with the chain's input."""
+        arrived = Arrived.first(value, self.numbers)
+        self.inputs = arrived.storages
+        return arrived
+
+    def pass_layer(self, chain: Chain, k: int, arrived: Arrived) -> Arrived:
+        """Find out all about the next layer that needs no repeats; return what it hands on.
+
+        Args:
+            chain: A chain with the layer.
+            k: Index of the layer in it.
+            arrived: What goes into the layer.
+
+        Raises:
+            ProfileError: the layer failed.
+        """
+        self.flops.append(flops_of(chain, k, arrived.value))
+        memory, passed = measure_layer_memory(chain, k, arrived, self.numbers)
+        self.memory.append(memory)
+        for key in chain.stashes[k]:
+            self.skips[key] = distinct_numbers(passed.skips[key])
+        return passed
+
+    def end(self, routes: SkipEnds, outputs: Arrived) -> Survey:
+        """Number the gradients, now that all layers are known.
+
+        Args:
+            routes: The skips of the chain.
+            outputs: What came out at the end.
+        """
+        gradients = number_gradients(self.memory, routes, self.numbers)
+        skips = _describe_skips(routes, self.skips, gradients)
+        return Survey(self.memory, self.flops, self.numbers, self.inputs, outputs, skips, gradients)
 
 
 class Scout:
@@ -128,28 +181,18 @@ def survey(chain: Chain, routes: SkipEnds, scout: Scout | None = None) -> Survey
     Raises:
         ProfileError: a layer failed.
     """
-    numbers = Numbers()
-    arrived = Arrived.first(chain.start, numbers)
-    inputs = arrived.storages
-    memory: list[LayerMemory] = []
-    flops: list[int | None] = []
-    skips: dict[Key, tuple[int, ...]] = {}
+    trail = Trail()
+    arrived = trail.start(chain.start)
     for k in range(len(chain.layers)):
         if scout is not None:
             scout.before(k, arrived.value)
-        flops.append(flops_of(chain, k, arrived.value))
-        of_layer, arrived = measure_layer_memory(chain, k, arrived, numbers)
-        memory.append(of_layer)
-        for key in chain.stashed(k):
-            skips[key] = distinct_numbers(arrived.skips[key])
+        arrived = trail.pass_layer(chain, k, arrived)
         if scout is not None:
             scout.behind(k)
-    gradients = number_gradients(memory, routes, numbers)
-    described = describe_skips(routes, skips, gradients)
-    return Survey(memory, flops, numbers, inputs, arrived, described, gradients)
+    return trail.end(routes, arrived)
 
 
-def describe_skips(
+def _describe_skips(
     routes: SkipEnds,
     storages: dict[Key, tuple[int, ...]],
     gradients: ChainGradients,

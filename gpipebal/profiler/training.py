@@ -102,6 +102,10 @@ class Training:
         """The layers."""
         return list(self.layers.values())
 
+    def out_dims_of(self, k: int) -> Any:
+        """Return the dimension along which outputs of layer k are joined; None: they are not."""
+        return self.data.joined_dims if k == len(self.layers) - 1 else None
+
     def maker(self) -> Maker | None:
         """Return a maker of optimizers like the caller's; None: there is no optimizer.
 

@@ -66,6 +66,8 @@ class Chain:
         only_inputs: As given.
         shares: Whether the parameters have the memory of the caller's when `find_written` runs.
         has_skips: Whether there are skips in the whole chain.
+        pops: For each layer, the skips that it pops, in the order of their leaves in its input.
+        stashes: For each layer, the skips that it stashes for later layers.
         written: For each layer, which of its inputs (popped ones count after the others) it writes
             to. Those are copied before the layer runs, and the copy is not clocked.
         stop: Set from outside to end a round before its next layer.
@@ -95,27 +97,27 @@ class Chain:
         self.clock = Clock(device)
         self.only_inputs, self.has_skips = only_inputs, bool(routes)
         self._out_dims = out_dims
-        self._pops: list[list[Key]] = [[] for _ in names]
-        self._stashes: list[list[Key]] = [[] for _ in names]
+        self.pops: list[list[Key]] = [[] for _ in names]
+        self.stashes: list[list[Key]] = [[] for _ in names]
         for key, (source, destination) in (routes or {}).items():
             if source == destination:
                 continue  # both ends are inside one layer
             if 0 <= source - first < len(names):
-                self._stashes[source - first].append(key)
+                self.stashes[source - first].append(key)
             if 0 <= destination - first < len(names):
-                self._pops[destination - first].append(key)
+                self.pops[destination - first].append(key)
 
     def inputs(self, k: int, value: Value) -> list[Any]:
         """Return the leaves that go into layer k: its input, then what it pops."""
         leaves = list(value.leaves)
-        for key in self._pops[k]:
+        for key in self.pops[k]:
             leaves += value.skips[key][0]
         return leaves
 
     def outputs(self, k: int, value: Value) -> list[Any]:
         """Return the leaves that came out of layer k: its output, then what it stashed."""
         leaves = list(value.leaves)
-        for key in self._stashes[k]:
+        for key in self.stashes[k]:
             leaves += value.skips[key][0]
         return leaves
 
@@ -129,14 +131,6 @@ class Chain:
         if k == len(self.layers) - 1:
             dims = dims_of_leaves(self._out_dims, value.leaves, value.structure)
         return random_gradients(self.outputs(k, value), dims)
-
-    def popped(self, k: int) -> Sequence[Key]:
-        """Return the skips that layer k pops, in the order of their leaves in the input."""
-        return self._pops[k]
-
-    def stashed(self, k: int) -> Sequence[Key]:
-        """Return the skips that layer k stashes for later layers."""
-        return self._stashes[k]
 
     def prepare(
         self,
@@ -191,7 +185,7 @@ class Chain:
         self._check_stop()
         shapes = shapes_of(given)
         arrived, start = {}, len(value.leaves)
-        for key in self._pops[k]:
+        for key in self.pops[k]:
             leaves, structure = value.skips[key]
             arrived[key] = unflatten(given[start : start + len(leaves)], structure)
             start += len(leaves)
@@ -215,9 +209,9 @@ class Chain:
         passed = Value.of(output)
         left = skips.take_all()
         passed.skips = {
-            key: waiting for key, waiting in value.skips.items() if key not in self._pops[k]
+            key: waiting for key, waiting in value.skips.items() if key not in self.pops[k]
         }
-        passed.skips.update({key: flatten(left[key]) for key in self._stashes[k]})
+        passed.skips.update({key: flatten(left[key]) for key in self.stashes[k]})
         return passed
 
     def find_written(self, k: int, value: Value) -> bool:
@@ -256,7 +250,7 @@ class Chain:
         value = self.start
         for k in range(len(self.layers)):
             inputs, given = self.prepare(k, value, wants=True)
-            popped = {key: len(value.skips[key][0]) for key in self._pops[k]}
+            popped = {key: len(value.skips[key][0]) for key in self.pops[k]}
             value = self.call(k, given, value, spans=spans)
             tape.append(Record(inputs, popped, self.outputs(k, value)))
         return tape, value
@@ -290,7 +284,7 @@ class Chain:
         while tape:
             k = len(tape) - 1
             record = tape.pop()
-            for key in self._stashes[k]:
+            for key in self.stashes[k]:
                 gradients += waiting.pop(key)
             roots = roots_of(record.outputs, gradients)
             begin = self.clock.begin()

@@ -17,19 +17,16 @@ from gpipebal.profile.ties import find_ties
 from gpipebal.profiler.chain.numbers import Arrived, Numbers
 from gpipebal.profiler.chain.value import Value
 from gpipebal.profiler.describe import known_columns, main_dtype, optimizer_memory, software
+from gpipebal.profiler.estimate.costs import Costs
 from gpipebal.profiler.estimate.stand_ins import META
 from gpipebal.profiler.estimate.terms import estimate_gather, estimate_loss, estimate_optimizer
-from gpipebal.profiler.estimate.walk import Estimate, Walk
-from gpipebal.profiler.memory.layer_memory import (
-    ChainGradients,
-    number_gradients,
-)
+from gpipebal.profiler.estimate.walk import Walk
 from gpipebal.profiler.replicas.harmless import left_alone
 from gpipebal.profiler.replicas.owned import bytes_of_loss
 from gpipebal.profiler.replicas.replica import check_not_lazy
 from gpipebal.profiler.replicas.torch_state import torch_state_kept
 from gpipebal.profiler.setting import choose_rows, random_numbers_kept
-from gpipebal.profiler.survey import describe_skips
+from gpipebal.profiler.survey import Survey
 from gpipebal.profiler.times.progress import progress_bar
 from gpipebal.profiler.training import Training
 from gpipebal.rates import DeviceRates, find_rates
@@ -148,15 +145,7 @@ class _Work:
     def __init__(self, training: Training, rates: DeviceRates, told: Callable[[], None]) -> None:
         self.names, self.modules = training.names, training.modules
         self.data, self.loss_fn, self.rates = training.data, training.loss_fn, rates
-        self.walk = Walk(
-            self.names,
-            self.modules,
-            training.routes,
-            rates,
-            told,
-            keep_modes=training.keep_modes,
-            out_dims=self.data.joined_dims,
-        )
+        self.walk = Walk(training, rates, told)
         maker = training.maker()
         self._memory = optimizer_memory(maker, self.modules, self.rates.device_type)
         self._optimizer_time = None if maker is None else estimate_optimizer(maker, self.rates)
@@ -183,15 +172,12 @@ class _Work:
         Returns:
             A profile without provenance.
         """
-        numbers = Numbers()
         start = Value.of(self.data.sample.without_memory(sizes[0], self.data.rows).value)
-        estimates, inputs, outputs, skips = self.walk.along(start, numbers)
-        memory = [found.memory for found in estimates]
-        gradients = number_gradients(memory, self.walk.routes, numbers)
-        described = describe_skips(self.walk.routes, skips, gradients)
-        for name, found in zip(self.names, estimates, strict=True):
-            if found.costs.approximate:
-                reasons[name] = found.costs.approximate
+        found, costs = self.walk.along(start)
+        outputs, numbers = found.outputs, found.numbers
+        for name, of_layer in zip(self.names, costs, strict=True):
+            if of_layer.approximate:
+                reasons[name] = of_layer.approximate
         loss = None
         if self._undivided is None:
             loss = self._loss(sizes[:1], outputs, numbers, reasons)
@@ -199,7 +185,7 @@ class _Work:
             rows = count(sizes[0], "row")
             self.doubts.append(f"the loss is not measured at {rows}: {self._undivided}")
         gather_time, value = estimate_gather(self.data.outputs(outputs, sizes), self.rates)
-        layers = self._layers(estimates, gradients)
+        layers = self._layers(found, costs)
         gathered: tuple[int, ...] = ()
         whole_loss = None
         if self.loss_fn is not None:
@@ -209,8 +195,8 @@ class _Work:
         return Profile(
             layers=layers,
             storages=tuple(numbers.bytes),
-            inputs=inputs,
-            common_inputs=self.data.sample.constants(inputs),
+            inputs=found.inputs,
+            common_inputs=self.data.sample.constants(found.inputs),
             without_gradient=numbers.without_gradient,
             rows=sizes[0],
             mini_batch_rows=sum(sizes),
@@ -224,7 +210,7 @@ class _Work:
                 optimizer_together=self._memory.together,
                 optimizer_groups=self._memory.groups,
             ),
-            skips=described,
+            skips=found.skips,
             ties=find_ties(self.modules),
         )
 
@@ -245,29 +231,21 @@ class _Work:
             reasons["loss"] = why
         return replace(loss, **bytes_of_loss(self.loss_fn, self.modules, self.rates.device_type))
 
-    def _layers(
-        self, estimates: Sequence[Estimate], gradients: ChainGradients
-    ) -> tuple[LayerProfile, ...]:
+    def _layers(self, found: Survey, costs: Sequence[Costs]) -> tuple[LayerProfile, ...]:
         columns = known_columns(
-            self.names,
-            self.modules,
-            [found.memory for found in estimates],
-            gradients,
-            self._memory,
-            [found.costs.flops for found in estimates],
-            self.rates.device_type,
+            self.names, self.modules, found, self._memory, self.rates.device_type
         )
         return tuple(
             LayerProfile(
-                forward_time=found.costs.forward_time,
-                backward_time=found.costs.backward_time,
-                recompute_time=found.costs.forward_time,
-                no_grad_forward_time=found.costs.no_grad_forward_time,
-                forward_host_time=found.costs.forward_host_time,
-                backward_host_time=found.costs.backward_host_time,
+                forward_time=of_layer.forward_time,
+                backward_time=of_layer.backward_time,
+                recompute_time=of_layer.forward_time,
+                no_grad_forward_time=of_layer.no_grad_forward_time,
+                forward_host_time=of_layer.forward_host_time,
+                backward_host_time=of_layer.backward_host_time,
                 **known,
             )
-            for known, found in zip(columns, estimates, strict=True)
+            for known, of_layer in zip(columns, costs, strict=True)
         )
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
 from gpipebal.profiler.chain.chain import Chain
-from gpipebal.profiler.chain.numbers import Arrived, Numbers
-from gpipebal.profiler.chain.value import SkipEnds, Value
+from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers
+from gpipebal.profiler.chain.value import Value
 from gpipebal.profiler.estimate.backends import acting_as, note_fast_paths
 from gpipebal.profiler.estimate.constants import Constants
 from gpipebal.profiler.estimate.costs import Costs, find_costs
@@ -28,28 +28,23 @@ from gpipebal.profiler.memory.storages import measure_layer_memory
 from gpipebal.profiler.replicas.harmless import tensors_reached
 from gpipebal.profiler.replicas.identity import Alike
 from gpipebal.profiler.replicas.reads import names_read
+from gpipebal.profiler.survey import Survey, Trail
+from gpipebal.profiler.training import Training
 from gpipebal.rates import DeviceRates
 from gpipebal.skip.tracker import Key
 
-__all__ = ["Estimate", "Walk", "acting_as_device"]
+__all__ = ["Walk", "acting_as_device"]
 
 #: Leaves of a value, each a description of a tensor, or what is not a tensor.
 _Leaves = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """What one layer costs at one size; storages are numbered over the whole chain."""
-
-    memory: LayerMemory
-    costs: Costs
-
-
-@dataclass(frozen=True)
 class _Found:
     """What running a layer gave; its storages are numbered from its first input on."""
 
-    estimate: Estimate
+    memory: LayerMemory
+    costs: Costs
     new_bytes: tuple[int, ...]
     outputs: _Leaves
     structure: Any
@@ -69,129 +64,94 @@ class Walk:
     """Walks along one chain, at any number of sizes.
 
     Args:
-        names: Names of the layers.
-        layers: The caller's layers; they are only looked at.
-        routes: Skips of the chain.
+        training: The chain; its layers are only looked at.
         rates: Rates of the device.
         told: Called after each layer.
-        keep_modes: Whether the layers stay in training or evaluation mode; else all are trained.
-        out_dims: Dimension along which the outputs of the last layer are joined; see `Chain`.
-
-    Attributes:
-        routes: Skips of the chain.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        layers: Sequence[nn.Module],
-        routes: SkipEnds,
-        rates: DeviceRates,
-        told: Callable[[], None] = lambda: None,
-        *,
-        keep_modes: bool = True,
-        out_dims: Any = None,
-    ) -> None:
-        self._names = names
-        self._layers = layers
-        self.routes = routes
-        self._rates = rates
-        self._told = told
-        self._keep_modes = keep_modes
-        self._out_dims = out_dims
-        self._known = Alike[_Found](layers)
+    def __init__(self, training: Training, rates: DeviceRates, told: Callable[[], None]) -> None:
+        self._training, self._rates, self._told = training, rates, told
+        self._names, self._layers = training.names, training.modules
+        self._known = Alike[_Found](self._layers)
 
     @property
     def n_run(self) -> int:
         """How many layers were run, over all sizes."""
         return self._known.count
 
-    def along(
-        self, start: Value, numbers: Numbers
-    ) -> tuple[list[Estimate], tuple[int, ...], Arrived, dict[Key, tuple[int, ...]]]:
+    def along(self, start: Value) -> tuple[Survey, list[Costs]]:
         """Walk along the chain with a micro-batch.
 
         Args:
             start: What goes in, without memory.
-            numbers: Takes the storages of the chain.
 
         Returns:
-            Every layer, the storages of the chain's input, what comes out at the end, and the
-            storages of every skip.
+            What is known of the chain, and the costs of every layer.
 
         Raises:
             ProfileError: a layer failed.
         """
-        first = Arrived.first(start, numbers)
+        trail, costs = Trail(), list[Costs]()
+        first = trail.start(start)
         arrived = _OnItsWay(_described(start.leaves, first.numbers), start.structure)
-        estimates: list[Estimate] = []
-        skips: dict[Key, tuple[int, ...]] = {}
         for k in range(len(self._layers)):
-            estimate, arrived = self._layer(k, arrived, numbers)
-            estimates.append(estimate)
-            _note(arrived.leaves, numbers)
-            for name, (source, _) in self.routes.items():
+            memory, of_layer, arrived = self._layer(k, arrived, trail.numbers)
+            trail.memory.append(memory)
+            trail.flops.append(of_layer.flops)
+            costs.append(of_layer)
+            _note(arrived.leaves, trail.numbers)
+            for name, (source, _) in self._training.routes.items():
                 if source == k and name in arrived.skips:
-                    _note(arrived.skips[name][0], numbers)
-                    skips[name] = _storages_of(arrived.skips[name][0])
+                    leaves = arrived.skips[name][0]
+                    _note(leaves, trail.numbers)
+                    trail.skips[name] = distinct_numbers(_numbers_of(leaves))
             self._told()
-        made: dict[int, Any] = {}
-        leaves = _make(arrived.leaves, made)
-        held = [leaf.storage if isinstance(leaf, Leaf) else None for leaf in arrived.leaves]
-        end = Arrived(Value(leaves, arrived.structure), held, {})
-        return estimates, first.storages, end, skips
+        value = Value(_make(arrived.leaves, {}), arrived.structure)
+        end = Arrived(value, _numbers_of(arrived.leaves), {})
+        return trail.end(self._training.routes, end), costs
 
-    def _layer(self, k: int, arrived: _OnItsWay, numbers: Numbers) -> tuple[Estimate, _OnItsWay]:
-        own = [key for key, (i, j) in self.routes.items() if i != j and k in (i, j)]
-        popped = [key for key in own if self.routes[key][1] == k]
-        stashed = [key for key in own if self.routes[key][0] == k]
+    def _layer(
+        self, k: int, arrived: _OnItsWay, numbers: Numbers
+    ) -> tuple[LayerMemory, Costs, _OnItsWay]:
+        routes = self._training.routes
+        own = [key for key, (i, j) in routes.items() if i != j and k in (i, j)]
+        popped = [key for key in own if routes[key][1] == k]
+        stashed = [key for key in own if routes[key][0] == k]
         given = [(arrived.leaves, arrived.structure), *(arrived.skips[key] for key in popped)]
-        local = _Renumbering()
-        known_as = tuple((local.down(leaves), str(structure)) for leaves, structure in given)
+        # Numbers of the layer's own for the storages that arrive at it, by those of the chain.
+        inner: dict[int, int] = {}
+        known_as = [
+            _renumbered(leaves, lambda number: inner.setdefault(number, len(inner)))
+            for leaves, _ in given
+        ]
         # The first layer's input never needs a gradient, and only the last layer's output is
         # joined; skips have names.
         key: Hashable = (
             k == 0,
-            str(self._dims_of(k)),
+            str(self._training.out_dims_of(k)),
             tuple(popped),
             tuple(stashed),
-            _hashable(known_as),
+            tuple(map(_hashable, known_as)),
+            tuple(str(structure) for _, structure in given),
         )
         found = self._known.find(k, key)
         if found is None:
-            here = _OnItsWay(known_as[0][0], arrived.structure)
-            for skip, (leaves, _) in zip(popped, known_as[1:], strict=True):
+            here = _OnItsWay(known_as[0], arrived.structure)
+            for skip, leaves in zip(popped, known_as[1:], strict=True):
                 here.skips[skip] = (leaves, arrived.skips[skip][1])
             reading = names_read() if self._known.differ[k] else nullcontext()
             layer = stand_in_for(self._names[k], self._layers[k])
             with reading as names:
-                if not self._keep_modes:
+                if not self._training.keep_modes:
                     layer.train()  # what its parts do then may depend on its options
-                found = self._run(k, layer, here, stashed, len(local.outer))
+                found = self._run(k, layer, here, stashed, len(inner))
             self._known.add(k, key, found, names)
-        outer = [*local.outer, *(numbers.new(n_bytes) for n_bytes in found.new_bytes)]
-        memory = found.estimate.memory
-        outputs = tuple(outer[number] for number in memory.outputs)
-        estimate = replace(
-            found.estimate,
-            memory=replace(
-                memory,
-                outputs=outputs,
-                output_bytes=sum(numbers.bytes[number] for number in outputs),
-                saved=tuple(outer[number] for number in memory.saved),
-                handed_through=tuple(outer[number] for number in memory.handed_through),
-                kept_outputs=tuple(outer[number] for number in memory.kept_outputs),
-                written=tuple(outer[number] for number in memory.written),
-            ),
-        )
-        passed = _OnItsWay(_up(found.outputs, outer), found.structure)
+        outer = [*inner, *map(numbers.new, found.new_bytes)]
+        passed = _OnItsWay(_renumbered(found.outputs, outer.__getitem__), found.structure)
         passed.skips = {name: skip for name, skip in arrived.skips.items() if name not in popped}
         for name, (leaves, structure) in zip(stashed, found.stashed, strict=True):
-            passed.skips[name] = (_up(leaves, outer), structure)
-        return estimate, passed
-
-    def _dims_of(self, k: int) -> Any:
-        return self._out_dims if k == len(self._layers) - 1 else None
+            passed.skips[name] = (_renumbered(leaves, outer.__getitem__), structure)
+        return found.memory.renumbered(outer.__getitem__, numbers), found.costs, passed
 
     def _run(
         self,
@@ -229,9 +189,9 @@ class Walk:
                 [layer],
                 META,
                 value,
-                routes=self.routes,
+                routes=self._training.routes,
                 first=k,
-                out_dims=self._dims_of(k),
+                out_dims=self._training.out_dims_of(k),
             )
             chain.find_written(0, value)
             costs = find_costs(chain, value, self._rates)
@@ -239,7 +199,8 @@ class Walk:
         note_fast_paths(layer, notes)
         notes |= set(costs.approximate)
         return _Found(
-            Estimate(memory, replace(costs, approximate=tuple(sorted(notes)))),
+            memory,
+            replace(costs, approximate=tuple(sorted(notes))),
             tuple(inner.bytes[n_inputs:]),
             _described(passed.value.leaves, passed.numbers, passed.value.views),
             passed.value.structure,
@@ -260,32 +221,9 @@ def acting_as_device(rates: DeviceRates) -> Iterator[set[str]]:
         yield notes
 
 
-class _Renumbering:
-    """Numbers of a layer's own for the storages that arrive at it.
-
-    Attributes:
-        outer: Their numbers in the whole chain.
-    """
-
-    def __init__(self) -> None:
-        self.outer: list[int] = []
-
-    def down(self, leaves: _Leaves) -> _Leaves:
-        """Renumber descriptions."""
-        return tuple(
-            replace(leaf, storage=self._of(leaf.storage)) if isinstance(leaf, Leaf) else leaf
-            for leaf in leaves
-        )
-
-    def _of(self, number: int) -> int:
-        if number not in self.outer:
-            self.outer.append(number)
-        return self.outer.index(number)
-
-
-def _up(leaves: _Leaves, outer: Sequence[int]) -> _Leaves:
+def _renumbered(leaves: _Leaves, number_of: Callable[[int], int]) -> _Leaves:
     return tuple(
-        replace(leaf, storage=outer[leaf.storage]) if isinstance(leaf, Leaf) else leaf
+        replace(leaf, storage=number_of(leaf.storage)) if isinstance(leaf, Leaf) else leaf
         for leaf in leaves
     )
 
@@ -321,21 +259,9 @@ def _note(leaves: _Leaves, numbers: Numbers) -> None:
     numbers.note(_numbers_of(leaves), needs)
 
 
-def _storages_of(leaves: _Leaves) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(leaf.storage for leaf in leaves if isinstance(leaf, Leaf)))
-
-
-def _hashable(known_as: tuple[Any, ...]) -> Hashable:
+def _hashable(leaves: _Leaves) -> Hashable:
     """Make a key of what arrives: tensors by description, other leaves by type and value."""
-    return tuple(
-        (
-            tuple(
-                leaf if isinstance(leaf, Leaf) else (type(leaf), _value(leaf)) for leaf in leaves
-            ),
-            structure,
-        )
-        for leaves, structure in known_as
-    )
+    return tuple(leaf if isinstance(leaf, Leaf) else (type(leaf), _value(leaf)) for leaf in leaves)
 
 
 def _value(leaf: Any) -> Hashable:

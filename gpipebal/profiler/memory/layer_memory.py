@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -28,6 +28,8 @@ __all__ = [
 
 #: What a layer profile has; the rest of what is known of a layer's memory makes some of it.
 _COLUMNS = frozenset(field.name for field in fields(LayerProfile))
+#: What is numbered over the whole chain.
+_NUMBERED = ("outputs", "saved", "handed_through", "kept_outputs", "written")
 
 
 class LayerGradients(NamedTuple):
@@ -91,6 +93,19 @@ class LayerMemory:
     saved_buffer_bytes: int
     kept_bytes: int
     n_parameters: int
+
+    def renumbered(self, number_of: Callable[[int], int], numbers: Numbers) -> LayerMemory:
+        """Return the memory of a layer like this one, elsewhere in a chain.
+
+        Args:
+            number_of: Returns the number that a storage has there.
+            numbers: Numbers of all storages there.
+        """
+        known: dict[str, Any] = {
+            name: tuple(map(number_of, getattr(self, name))) for name in _NUMBERED
+        }
+        output_bytes = sum(numbers.bytes[number] for number in known["outputs"])
+        return replace(self, **known, output_bytes=output_bytes)
 
     def columns(
         self,

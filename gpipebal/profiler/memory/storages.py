@@ -88,14 +88,14 @@ def measure_layer_memory(
         place: output for place, (_, output) in run.through.items() if run.hands_back_own[place]
     }
     saved_buffers, kept_bytes = run.constant & kept.keys(), run.kept_bytes
-    given = arrived.of_inputs(chain.popped(k))
+    given = arrived.of_inputs(chain.pops[k])
     gradients = LayerGradients(
         run.given,
         run.hands_back,
         n_inputs=len(given),
         n_outputs=len(chain.outputs(k, run.passed)),
-        popped=[len(arrived.skips[key]) for key in chain.popped(k)],
-        stashed=[len(hands_on.skips[key]) for key in chain.stashed(k)],
+        popped=[len(arrived.skips[key]) for key in chain.pops[k]],
+        stashed=[len(hands_on.skips[key]) for key in chain.stashes[k]],
     )
     gradient_bytes = sum(bytes_of(x) for x in run.passed.leaves if needs_gradient(x))
     held = BackwardRun.of(run)
@@ -141,7 +141,7 @@ def measure_layer_memory(
         },
         hands_through=hands_through,
         gradients=gradients,
-        stashes=bool(chain.stashed(k)),
+        stashes=bool(chain.stashes[k]),
         kept_buffer_bytes=sum(kept.values()),
         saved_buffer_bytes=sum(kept[key] for key in saved_buffers),
         kept_bytes=kept_bytes,
@@ -164,7 +164,7 @@ def _handed_on(
         [number_of(leaf, known, numbers) for leaf in passed.leaves],
         {key: held for key, held in arrived.skips.items() if key in passed.skips},
     )
-    for key in chain.stashed(k):
+    for key in chain.stashes[k]:
         leaves = passed.skips[key][0]
         hands_on.skips[key] = [number_of(leaf, known, numbers) for leaf in leaves]
         numbers.note(hands_on.skips[key], map(needs_gradient, leaves))
@@ -189,6 +189,6 @@ def _known(chain: Chain, k: int, arrived: Arrived) -> dict[int, int]:
     leaves = chain.inputs(k, arrived.value)
     return {
         storage_key(leaf): number
-        for leaf, number in zip(leaves, arrived.of_inputs(chain.popped(k)), strict=True)
+        for leaf, number in zip(leaves, arrived.of_inputs(chain.pops[k]), strict=True)
         if number is not None
     }
