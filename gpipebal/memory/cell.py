@@ -245,11 +245,7 @@ class Cell:
         """Bytes of its input value's gradients that go to the partition before it, if any."""
         if self.first:
             return self.profile.gradients_into(self.first - 1)
-        return self.gradient_of(self.value)
-
-    def gradient_of(self, storages: Storages) -> int:
-        """Bytes of the gradients of tensors."""
-        return self.profile.gradient_bytes_of(storages)
+        return self.profile.gradient_bytes_of(self.value)
 
     def wants_gradient(self, layer: int) -> bool:
         """Whether anything before this layer of the chain can be trained."""
@@ -338,9 +334,8 @@ class Cell:
             held_up_to.append(held)
         # The gradient of the last partition's output belongs to the caller, or it is that of the
         # loss, a single number.
-        last = self.end - 1
-        started_from = 0 if self.is_last else self.profile.gradients_into(last)
-        started_from += sum(self.gradient_of(frozenset(s.storages)) for s in self.outgoing)
+        started_from = 0 if self.is_last else self.profile.gradients_into(self.end - 1)
+        started_from += sum(self.profile.gradient_bytes_of(s.storages) for s in self.outgoing)
         gradients = self.all_gradients if gradients_exist else 0
         # What is handed through the whole cell is copied when its backward begins.
         copies = copied(self.layers[0], gradients_exist) if self.handed_through else 0

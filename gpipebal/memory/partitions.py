@@ -117,7 +117,7 @@ def partition_memory(
     for j, cell in enumerate(cells):
         own = slice(*order.offsets[j : j + 2].tolist())
         row = order.kinds[own], order.micro_batches[own]
-        waits = None if waiting is None else waiting.of_row(j)
+        waits = [0] * len(row[0]) if waiting is None else waiting.of_row(j)
         moments = _Row(cell, *row, waits, chunks, gradients_exist).moments()
         highest = max(moments, key=height)
         peaks.append(
@@ -190,7 +190,7 @@ class _Row:
         cell: What its cells hold and need.
         kinds: The actions of the partition, as places in `KINDS`.
         micro_batches: Their micro-batches.
-        waits: What waits while each of them runs; None: nothing.
+        waits: Bytes that wait while each of them runs.
         chunks: Micro-batches of a mini-batch.
         gradients_exist: Whether the parameters have gradients before the step.
     """
@@ -200,7 +200,7 @@ class _Row:
         cell: Cell,
         kinds: NDArray[np.integer],
         micro_batches: NDArray[np.integer],
-        waits: Sequence[int] | None,
+        waits: Sequence[int],
         chunks: int,
         gradients_exist: bool,
     ) -> None:
@@ -210,18 +210,16 @@ class _Row:
         recomputed[micro_batches[kinds == R]] = True
         backward = kinds == B
         exist = (np.cumsum(backward) - backward > 0) | gradients_exist
-        self._codes = kinds.astype(np.int64) * 4 + recomputed[micro_batches] * 2 + exist
-        self._ways = {
-            code: _Way(KINDS[code // 4], bool(code & 2), bool(code & 1))
-            for code in np.unique(self._codes).tolist()
-        }
-        self._own = {
-            way: max(_moments(cell, way, chunks), key=height) for way in self._ways.values()
-        }
+        codes = kinds.astype(np.int64) * 4 + recomputed[micro_batches] * 2 + exist
+        found, self._way_of = np.unique(codes, return_inverse=True)
+        self._ways = [
+            _Way(KINDS[code // 4], bool(code & 2), bool(code & 1)) for code in found.tolist()
+        ]
+        self._own = {way: max(_moments(cell, way, chunks), key=height) for way in self._ways}
         self._held = {flag: cell.held(recomputed=flag) for flag in (False, True)}
         self._new_graph = cell.bytes_of(cell.graph - cell.handed_recomputed) + cell.saved_buffers
         self._find_outputs(chunks, int(recomputed.sum()))
-        self._numbers = self._number_type(chunks, max(waits or (0,)))
+        self._numbers = self._number_type(chunks, max(waits))
         # The place after the last forward.
         self._turn = int(np.searchsorted(np.cumsum(kinds == F), chunks)) + 1
         self._add_up(waits)
@@ -235,46 +233,38 @@ class _Row:
                 the graphs of the others do.
         """
         cell = self._cell
-        self._around: AroundLoss | None = None
-        self._always = cell.of_loss(chunks)
         # Of losses only the numbers are kept.
+        self._around = AroundLoss(0, 0, always=cell.of_loss(chunks), after=0)
         self._output = {flag: new_output(cell, chunks, recomputed=flag) for flag in (False, True)}
         if cell.gives_outputs:
             given = n_recomputed * self._output[True]
             given += (chunks - n_recomputed) * self._output[False]
             self._around = around_loss(cell, chunks, given, gradients_exist=self._gradients_exist)
-            self._always = self._around.always
 
     def _number_type(self, chunks: int, waiting: int) -> Any:
         """Return the type of numbers that holds all sums."""
         needed = map(sum, self._own.values())
         largest = max(*self._held.values(), *self._output.values(), self._new_graph, *needed)
-        beside = self._always + self._callers + waiting
-        beside += self._around.stays if self._around else 0
+        beside = self._around.always + self._around.stays + self._callers + waiting
         return number_type(largest * (chunks + 2) + beside)
 
-    def _add_up(self, waits: Sequence[int] | None) -> None:
+    def _add_up(self, waits: Sequence[int]) -> None:
         """Add up what the other micro-batches hold during each action, and after it."""
         before, after = self._of_each(self._before), self._of_each(self._after)
         self._in_flight = self._callers + np.cumsum(after - before)
         own = self._of_each(lambda way: self._own[way].activations)
         self._activations = self._in_flight - after + own
         made = self._of_each(self._given_by)
-        self._outputs = self._always + np.cumsum(made) - made
-        if self._around is not None:
-            self._outputs[self._turn :] = self._always + self._around.stays
-        self._waiting = np.zeros(len(self._codes), dtype=self._numbers)
-        if waits is not None:
-            self._waiting += np.array(waits, dtype=self._numbers)
+        self._outputs = self._around.always + np.cumsum(made) - made
+        self._outputs[self._turn :] = self._around.always + self._around.stays
+        self._waiting = np.array(waits, dtype=self._numbers)
         beside = self._of_each(lambda way: sum(self._own[way]) - self._own[way].activations)
         self._total = beside + self._activations + self._outputs + self._waiting
 
     def _of_each(self, value_of: Callable[[_Way], int]) -> NDArray[Any]:
         """Look a number up for each action, by its way."""
-        table: NDArray[Any] = np.zeros(4 * len(KINDS), dtype=self._numbers)
-        for code, way in self._ways.items():
-            table[code] = value_of(way)
-        return table[self._codes]
+        values: NDArray[Any] = np.array([value_of(way) for way in self._ways], dtype=self._numbers)
+        return values[self._way_of]
 
     def _before(self, way: _Way) -> int:
         """Return what the micro-batch of an action holds before it."""
@@ -293,9 +283,9 @@ class _Row:
     def moments(self) -> Iterator[Moment]:
         """Yield the highest moments up to the last forward, between the phases, and after."""
         yield from self._highest(0, self._turn)
-        if self._around is not None:
-            yield self._between(self._around)
-        yield from self._highest(self._turn, len(self._codes))
+        if self._cell.gives_outputs:
+            yield self._between()
+        yield from self._highest(self._turn, len(self._way_of))
         yield self._behind()
 
     def _highest(self, first: int, last: int) -> list[Moment]:
@@ -305,7 +295,7 @@ class _Row:
         total = self._total[first:last]
         most = np.flatnonzero(total == total.max()) + first
         k = int(most[self._activations[most].argmax()])
-        moment = self._own[self._ways[int(self._codes[k])]]
+        moment = self._own[self._ways[self._way_of[k]]]
         return [
             moment._replace(
                 activations=int(self._activations[k]),
@@ -314,19 +304,19 @@ class _Row:
             )
         ]
 
-    def _between(self, around: AroundLoss) -> Moment:
+    def _between(self) -> Moment:
         """Return the highest moment between the last forward and the first backward."""
         return Moment(
             int(self._in_flight[self._turn - 1]),
             self._cell.all_gradients if self._gradients_exist else 0,
-            outputs=self._always + around.most,
+            outputs=self._around.always + self._around.most,
             # What waits for others' recomputes waits before the first backward too.
             waiting=int(self._waiting[self._turn]) if self._turn < len(self._waiting) else 0,
         )
 
     def _behind(self) -> Moment:
         """Return the moment after all actions, when the optimizer steps."""
-        outputs = self._always + (self._around.after if self._around is not None else 0)
+        outputs = self._around.always + self._around.after
         cell = self._cell
         return Moment(self._callers, cell.gradients_of_step, optimizer_peak(cell), outputs=outputs)
 

@@ -282,11 +282,9 @@ def streams_of(cells: Sequence[Cell], j: int) -> list[Stream]:
         )
         found.append(Stream("F", taker, recorded, recomputed))
     back = [(cell.value, cell.input_gradient, j - 1)] if j else []
-    back += [
-        (storages, cell.gradient_of(storages), bisect_right(ends, skip.source))
-        for skip in cell.incoming
-        for storages in [frozenset(skip.storages)]
-    ]
+    for skip in cell.incoming:
+        gradient = cell.profile.gradient_bytes_of(skip.storages)
+        back.append((frozenset(skip.storages), gradient, bisect_right(ends, skip.source)))
     for storages, gradient, taker in back:
         if cell.wants_gradient(cells[taker].end):
             found.append(Stream("B", taker, gradient, gradient))
