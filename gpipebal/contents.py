@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import gc
 from collections import OrderedDict, UserDict, UserList, deque
-from collections.abc import Iterable
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from types import MappingProxyType, MemberDescriptorType
 from typing import Any
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "put_row_back",
     "set_entry",
     "size_of",
+    "slots_in",
 ]
 
 _ROWS: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
@@ -77,6 +79,15 @@ def attributes_in(value: Any) -> dict[str, Any]:
 def attribute_values(value: Any) -> list[Any]:
     """Return what these attributes are."""
     return list(dict.values(attributes_in(value)))
+
+
+def slots_in(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes that an object does not have in a dictionary, with their names."""
+    for kind in type(value).__mro__:
+        for name, slot in vars(kind).items() if "__slots__" in vars(kind) else ():
+            if isinstance(slot, MemberDescriptorType):
+                with suppress(AttributeError):  # it has no value
+                    yield name, slot.__get__(value)
 
 
 def set_entry(space: dict[Any, Any], key: Any, value: Any) -> None:

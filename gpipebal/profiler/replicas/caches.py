@@ -33,10 +33,11 @@ from gpipebal.contents import (
     put_row_back,
     set_entry,
     size_of,
+    slots_in,
 )
 from gpipebal.pipeline.layers.attributes import MOST_INSIDE, inside_of, tensors_in
 
-__all__ = ["caches_kept", "codes_of", "global_names", "is_others"]
+__all__ = ["caches_kept", "global_names", "is_others", "spoken_in", "spoken_of"]
 
 #: Objects inside objects are looked at to this depth, and this many at most.
 _DEPTH, _MOST_OBJECTS = 12, 20_000
@@ -134,7 +135,7 @@ class _Places:
         elif issubclass(kind, nn.Module):
             self._outside.append((value, depth))
         elif not issubclass(kind, types.ModuleType) and not is_others(kind):
-            self._look_at_all(_in_slots(value), depth)
+            self._look_at_all((each for _, each in slots_in(value)), depth)
             self._look(kind, depth)
             self._look_into_names(attributes_in(value), depth)
 
@@ -180,7 +181,7 @@ class _Places:
                 self._look(held, depth)
         for module in _imported_in(function):
             if not is_others(module):
-                self._look_at_spoken(module, function, depth)
+                self._look_at_all(spoken_of(module, function), depth)
         space, named = function.__globals__, global_names(function)
         before = {name: space[name] for name in named if name in space}
         self.undo.append(functools.partial(_put_back_names, space, before, named))
@@ -188,14 +189,7 @@ class _Places:
             if not issubclass(type(value), types.ModuleType):
                 self._look(value, depth)
             elif not is_others(value):
-                self._look_at_spoken(value, function, depth)
-
-    def _look_at_spoken(
-        self, module: types.ModuleType, function: types.FunctionType, depth: int
-    ) -> None:
-        """Look at what a function names in another Python module of the user's."""
-        spoken = {name for code in codes_of(function) for name in code.co_names}
-        self._look_at_all([vars(module)[name] for name in spoken & vars(module).keys()], depth)
+                self._look_at_all(spoken_of(value, function), depth)
 
 
 def is_others(value: Any) -> bool:
@@ -204,7 +198,7 @@ def is_others(value: Any) -> bool:
     return home is not None and home.partition(".")[0] in _OTHERS
 
 
-def codes_of(function: types.FunctionType) -> Iterator[types.CodeType]:
+def _codes_of(function: types.FunctionType) -> Iterator[types.CodeType]:
     """Yield the code of a function, and of those inside of it."""
     codes = [function.__code__]
     while codes:
@@ -215,13 +209,23 @@ def codes_of(function: types.FunctionType) -> Iterator[types.CodeType]:
 
 def global_names(function: types.FunctionType) -> list[str]:
     """Return the global names that a function reads or sets, also in functions inside of it."""
-    return [name for code in codes_of(function) for name in _names_in(code)]
+    return [name for code in _codes_of(function) for name in _names_in(code)]
+
+
+def spoken_in(function: types.FunctionType) -> set[str]:
+    """Return the names that a function speaks of, also of attributes."""
+    return {name for code in _codes_of(function) for name in code.co_names}
+
+
+def spoken_of(module: types.ModuleType, function: types.FunctionType) -> list[Any]:
+    """Return what of a Python module has names that a function speaks of."""
+    return [vars(module)[name] for name in spoken_in(function) & vars(module).keys()]
 
 
 def _imported_in(function: types.FunctionType) -> Iterator[types.ModuleType]:
     """Yield the modules that a function imports itself, if they are loaded already."""
     package = function.__globals__.get("__package__") or ""
-    for code in codes_of(function):
+    for code in _codes_of(function):
         for name, level in _imports_in(code):
             with suppress(ImportError, ValueError):
                 module = sys.modules.get(resolve_name("." * level + name, package))
@@ -247,15 +251,6 @@ def _names_in(code: types.CodeType) -> tuple[str, ...]:
         for step in dis.get_instructions(code)
         if step.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME")
     )
-
-
-def _in_slots(value: Any) -> Iterator[Any]:
-    """Yield the attributes that an object does not have in a dictionary."""
-    for kind in type(value).__mro__:
-        for slot in vars(kind).values() if "__slots__" in vars(kind) else ():
-            if isinstance(slot, types.MemberDescriptorType):
-                with suppress(AttributeError):  # it has no value
-                    yield slot.__get__(value)
 
 
 def _holds_tensors(value: Any) -> bool:

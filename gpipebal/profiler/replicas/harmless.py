@@ -27,7 +27,13 @@ from torch import Tensor, nn
 from gpipebal.contents import attribute_values, contents_of, size_of
 from gpipebal.pipeline.layers.attributes import attributes_of
 from gpipebal.pipeline.values.tensors import has_storage
-from gpipebal.profiler.replicas.caches import caches_kept, codes_of, global_names, is_others
+from gpipebal.profiler.replicas.caches import (
+    caches_kept,
+    global_names,
+    is_others,
+    spoken_in,
+    spoken_of,
+)
 from gpipebal.profiler.replicas.compiled import is_compiled
 from gpipebal.profiler.replicas.foreign import bits_of, foreign_kept, form_of, put_aside
 
@@ -153,7 +159,7 @@ def _methods_of(kind: type) -> Iterator[Any]:
             name == "forward" or not is_others(method)
         ):
             yield method
-            called = {one for code in codes_of(_inmost(method)) for one in code.co_names} - seen
+            called = spoken_in(_inmost(method)) - seen
             seen |= called
             names += sorted(called)
         elif issubclass(type(method), (nn.Module, Tensor)):
@@ -179,11 +185,9 @@ def _used_by(function: types.FunctionType) -> Iterator[Any]:
         except ValueError:
             continue  # not filled yet
     for name in global_names(function):
-        value = function.__globals__.get(name)
+        value: Any = function.__globals__.get(name)
         if issubclass(type(value), types.ModuleType) and not is_others(value):
-            spoken = {one for code in codes_of(function) for one in code.co_names}
-            named = [vars(value)[one] for one in spoken & vars(value).keys()]
-            yield from filter(_can_hold_weights, named)
+            yield from filter(_can_hold_weights, spoken_of(value, function))
         elif _can_hold_weights(value):
             yield value
 

@@ -6,14 +6,14 @@ import enum
 import hashlib
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from gpipebal.contents import contents_of, pairs_of
+from gpipebal.contents import contents_of, pairs_of, slots_in
 from gpipebal.pipeline.layers.attributes import tensors_in
 from gpipebal.pipeline.values.tensors import bytes_of, has_storage, plain_parts
 from gpipebal.profiler.replicas.harmless import tensors_reached
@@ -152,26 +152,13 @@ def identity_of(layer: nn.Module, *, by_value: bool = False) -> Identity:
             tensors(module, module._buffers),
             tuple(
                 attribute(name, value)
-                for name, value in (*vars(module).items(), *_in_slots(module))
+                for name, value in (*vars(module).items(), *slots_in(module))
                 if name not in _LOOKED_AT
             ),
         )
         for path, module in layer.named_modules(remove_duplicate=False)
     )
     return Identity(form, tuple(options))
-
-
-def _in_slots(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes that a module does not have in its dictionary, with their names."""
-    for kind in type(module).__mro__:
-        if "__slots__" not in vars(kind):
-            continue
-        for name, slot in vars(kind).items():
-            if isinstance(slot, types.MemberDescriptorType):
-                try:
-                    yield name, slot.__get__(module)
-                except AttributeError:
-                    continue  # it has no value
 
 
 def _is_option(value: Any) -> bool:
