@@ -17,7 +17,7 @@ from gpipebal.pipeline.values.tensors import storage_key
 from gpipebal.planner import evaluate
 from gpipebal.profile import SkipProfile
 from gpipebal.profile.gradients import GradientMemory
-from gpipebal.profiler.chain.gradients import begun_inside, handed_back, own_gradients
+from gpipebal.profiler.chain.gradients import begun_inside, handed_back
 from gpipebal.skip import Namespace, pop, skippable, stash
 
 pytestmark = pytest.mark.timeout(120)
@@ -412,14 +412,16 @@ def test_a_gradient_in_the_place_of_one_that_is_gone_is_another() -> None:
             return made
 
     inputs = [first, second]
-    with own_gradients(inputs) as are_own, handed_back(inputs, hold=False) as back:
+    with handed_back(inputs, hold=False) as back:
         later = InItsPlace.apply(second).sum()
         # Autograd goes back through what was computed last first.
         (later + Part.apply(first).sum()).backward()
-    assert [found[1:] for found in back.values() if found] == [(32, 16), (20, 20)]
-    keys = {found[0] for found in back.values() if found}
-    assert len(keys) == 2
-    assert are_own == {0: False, 1: True}
+    found = {place: each for place, each in back.items() if each is not None}
+    assert {place: (each.n_bytes, each.is_own) for place, each in found.items()} == {
+        0: (32, False),
+        1: (20, True),
+    }
+    assert found[0].key != found[1].key
 
 
 @pytest.mark.parametrize("shape", [(8, 16, 64, 64), (2, 2, 1024), (1, 2, 2, 2, 2, 4096), (90, 70)])

@@ -15,6 +15,7 @@ from gpipebal.errors import ProfileError
 from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.profiler.memory.backward_peaks import BackwardRun, ChainedPeak, find_peaks
 from gpipebal.profiler.memory.flops import FlopCounter
+from gpipebal.profiler.memory.layer_run import Surroundings
 from gpipebal.skip import pop, skippable, stash
 
 pytestmark = pytest.mark.timeout(60)
@@ -554,10 +555,10 @@ def test_what_a_refused_backward_has_made_is_dropped() -> None:
     weight, clean = nn.Parameter(torch.ones(2)), list[tuple[str, bool]]()
     held = BackwardRun(ChainedPeak(((frozenset(), 0),), {}), {}, False, frozenset())
 
-    def run(without: object, given: str, inside: bool, stashed: object) -> BackwardRun:
-        clean.append((given, weight.grad is None))
+    def run(around: Surroundings) -> BackwardRun:
+        clean.append((around.given, weight.grad is None))
         weight.grad = torch.ones(2)
-        if given == "parts":
+        if around.given == "parts":
             raise ProfileError("a gradient has gaps")
         return held
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +18,14 @@ from gpipebal.pipeline.values.tensors import bytes_of, has_storage, is_shared, s
 
 __all__ = [
     "Begun",
+    "HandedBack",
     "begun_inside",
     "from_before",
     "handed_back",
     "handed_through",
     "memory_of",
     "needs_gradient",
-    "own_gradients",
+    "nodes_behind",
     "used_again",
 ]
 
@@ -170,69 +171,24 @@ def used_again(inputs: Sequence[Any], outputs: Iterable[Any]) -> frozenset[int]:
         if needs_gradient(leaf)
     }
     pieces = [0] * len(inputs)
-    seen: set[Node] = set()
-    waiting = [get_gradient_edge(leaf).node for leaf in outputs if needs_gradient(leaf)]
-    while waiting:
-        node = waiting.pop()
-        if node in seen or node in places:
-            continue
-        seen.add(node)
+    ends = [get_gradient_edge(leaf).node for leaf in outputs if needs_gradient(leaf)]
+    for node in nodes_behind(ends, places):
         for before, _ in node.next_functions:
-            if before is not None:
-                waiting.append(before)
-                if before in places:
-                    pieces[places[before]] += 1
+            if before in places:
+                pieces[places[before]] += 1
     return frozenset(place for place, n_pieces in enumerate(pieces) if n_pieces > 1)
 
 
-@contextmanager
-def handed_through(
-    inputs: Iterable[Any],
-    outputs: Sequence[Any],
-    gradients: Sequence[Tensor | None],
-    found: dict[int, tuple[int, int]],
-) -> Iterator[None]:
-    """Find the inputs that are outputs too, and whose gradient in a block's backward is the same.
-
-    Args:
-        inputs: Leaves of autograd.
-        outputs: What came out.
-        gradients: The gradients that the backward starts from, one for each output.
-        found: Receives the places of the inputs, with the keys of their storages, and the places of
-            these outputs.
-    """
-    given = {
-        (storage_key(output), storage_key(gradient)): at
-        for at, (output, gradient) in enumerate(zip(outputs, gradients, strict=True))
-        if gradient is not None and has_storage(output) and has_storage(gradient)
-    }
-
-    inputs = list(inputs)
-    keys = {place: storage_key(leaf) for place, leaf in enumerate(inputs) if has_storage(leaf)}
-
-    def look(place: int, gradient: Tensor) -> None:
-        if place in keys and has_storage(gradient):
-            at = given.get((keys[place], storage_key(gradient)))
-            if at is not None:
-                found[place] = keys[place], at
-
-    with _looked_at(inputs, look):
-        yield
-
-
-@contextmanager
-def _looked_at(inputs: Iterable[Any], look: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Call a function with the place and the gradient of each leaf in a block's backward."""
-    hooks = [
-        leaf.register_hook(partial(look, place))
-        for place, leaf in enumerate(inputs)
-        if needs_gradient(leaf)
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def nodes_behind(roots: Iterable[Node | None], stops: Container[Node] = ()) -> Iterator[Node]:
+    """Yield each node of a graph once, from its roots on, up to some nodes and without these."""
+    seen: set[Node] = set()
+    waiting = list(roots)
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen and node not in stops:
+            seen.add(node)
+            yield node
+            waiting += [before for before, _ in node.next_functions]
 
 
 class _Keys:
@@ -258,10 +214,22 @@ class _Keys:
         return key
 
 
+class HandedBack(NamedTuple):
+    """The gradient of an input that a backward hands back.
+
+    Attributes:
+        key: Key of the memory that it lies in.
+        n_bytes: Bytes of that memory.
+        is_own: Whether nothing else holds it, and it has no gaps.
+    """
+
+    key: int
+    n_bytes: int
+    is_own: bool
+
+
 @contextmanager
-def handed_back(
-    inputs: Iterable[Any], *, hold: bool
-) -> Iterator[dict[int, tuple[int, int, int] | None]]:
+def handed_back(inputs: Iterable[Any], *, hold: bool) -> Iterator[dict[int, HandedBack | None]]:
     """Find out in which memory a block's backward hands back the gradients of its inputs.
 
     Args:
@@ -270,50 +238,69 @@ def handed_back(
             larger gradient is freed once autograd has copied those that are parts of it.
 
     Yields:
-        Receives, by place of the input, the key and the bytes of its gradient's storage, and the
-        gradient's own bytes; None: it has no storage of its own.
+        Receives the gradients, by place of the input; None: it has no storage of its own.
     """
-    found: dict[int, tuple[int, int, int] | None] = {}
+    found: dict[int, HandedBack | None] = {}
     held: list[Any] = []
     keys = _Keys()
 
     def look(place: int, gradient: Tensor) -> None:
-        found[place] = None
-        if has_storage(gradient):
-            storage = gradient.untyped_storage()
-            found[place] = keys.of(gradient), storage.nbytes(), gradient.nbytes
-            if hold:
-                held.append(storage)
-
-    with _looked_at(inputs, look):
-        yield found
-
-
-@contextmanager
-def own_gradients(inputs: Iterable[Any]) -> Iterator[dict[int, bool]]:
-    """Find out of each gradient of a block's backward whether nothing else holds its memory.
-
-    Args:
-        inputs: Leaves of autograd.
-
-    Yields:
-        Receives the answers, by places of the inputs.
-    """
-    found: dict[int, bool] = {}
-    places: dict[int, int] = {}
-    keys = _Keys()
-
-    def look(place: int, gradient: Tensor) -> None:
         if not has_storage(gradient):
-            found[place] = False
+            found[place] = None
             return
         is_dense = gradient.is_contiguous() or (
             gradient.dim() == 4 and gradient.is_contiguous(memory_format=torch.channels_last)
         )
-        other = places.setdefault(keys.of(gradient), place)
-        found[place] = is_dense and not is_shared(gradient) and other == place
-        if other != place:
-            found[other] = False
+        # Before anything here holds it.
+        is_own, key = is_dense and not is_shared(gradient), keys.of(gradient)
+        for other, before in found.items():
+            if before is not None and before.key == key and other != place:
+                found[other], is_own = before._replace(is_own=False), False
+        storage = gradient.untyped_storage()
+        found[place] = HandedBack(key, storage.nbytes(), is_own)
+        if hold:
+            held.append(storage)
 
-    with _looked_at(inputs, look):
+    hooks = [
+        leaf.register_hook(partial(look, place))
+        for place, leaf in enumerate(inputs)
+        if needs_gradient(leaf)
+    ]
+    try:
         yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def handed_through(
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    given: Mapping[int, tuple[int, int]],
+    back: Mapping[int, HandedBack | None],
+) -> dict[int, tuple[int, int]]:
+    """Find the inputs that are outputs too, and whose gradient is the same.
+
+    Args:
+        inputs: Leaves of autograd.
+        outputs: What came out.
+        given: What `memory_of` says of the gradients that a backward started from, and that live
+            until now.
+        back: What `handed_back` has found in it.
+
+    Returns:
+        By places of the inputs, the keys of their storages, and the places of these outputs.
+    """
+    places = {
+        (storage_key(outputs[at]), key): at
+        for at, (key, _) in given.items()
+        if has_storage(outputs[at])
+    }
+    found = {}
+    for place, gradient in back.items():
+        if gradient is not None and has_storage(inputs[place]):
+            key = storage_key(inputs[place])
+            at = places.get((key, gradient.key))
+            if at is not None:
+                found[place] = key, at
+    return found

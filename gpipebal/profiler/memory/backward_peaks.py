@@ -9,13 +9,13 @@ from torch import Tensor
 
 from gpipebal.errors import ProfileError
 from gpipebal.profiler.chain.failures import is_out_of_memory
-from gpipebal.profiler.memory.layer_run import Beside, Given, LayerRun
+from gpipebal.profiler.memory.layer_run import Beside, Given, LayerRun, Surroundings
 
 __all__ = ["BackwardPeaks", "BackwardRun", "ChainedPeak", "FrontPeaks", "GivenMemory", "find_peaks"]
 
 
-#: Runs a layer once more; see `find_peaks`.
-RunAgain = Callable[[Collection[int], Given, bool, Collection[int]], "BackwardRun"]
+#: Runs a layer once more.
+RunAgain = Callable[[Surroundings], "BackwardRun"]
 
 
 class GivenMemory(NamedTuple):
@@ -200,9 +200,7 @@ def find_peaks(
     """Run a layer in all places that it can have.
 
     Args:
-        run: Runs it; takes the places of outputs whose gradients are left out, what holds the
-            gradients that it is given, whether another layer is in front of it, and the places of
-            inputs that this stashes too.
+        run: Runs it in given surroundings.
         held: How it ran in a partition of this layer alone.
         through: Places of outputs whose gradients are handed through.
         parameters: Its parameters. Their gradients are those of `held`; they are dropped.
@@ -221,9 +219,10 @@ def find_peaks(
     ) -> BackwardRun:
         nonlocal lacks_parts
         # With a layer behind it what is handed through is not copied, so it is left out.
-        without, found = () if given == "held" else through, None
+        around = Surroundings(given, inside, () if given == "held" else through, stashed)
+        found = None
         try:
-            found = run(without, given, inside, stashed)
+            found = run(around)
         except ProfileError as error:
             if given != "parts":
                 raise
@@ -233,7 +232,7 @@ def find_peaks(
         if not keeps:
             drop()
         if found is None:  # here the error is gone, and with it all that the failed run had made
-            found = run(without, "views", inside, stashed)
+            found = run(around._replace(given="views"))
             if not keeps:
                 drop()
         return found
@@ -259,11 +258,11 @@ def find_peaks(
     }
     copied = 0
     if through:
-        copied = max(0, held.peak.alone - run(through, "held", False, ()).peak.alone)
+        copied = max(0, held.peak.alone - run(Surroundings(without=through)).peak.alone)
         drop()
     inside, more = first, 0
     if held.has_copied and finds_inside:
-        inside, _ = with_front(run((), "held", True, ()), True)
+        inside, _ = with_front(run(Surroundings(inside=True)), True)
     if held.used_again and finds_inside:
         # The first piece of the gradient is added to what has come before, and not the second.
         for given, (alone, _) in zip(_GIVEN, inside, strict=True):

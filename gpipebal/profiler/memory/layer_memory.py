@@ -11,6 +11,7 @@ from torch import nn
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profile import LayerProfile
+from gpipebal.profiler.chain.gradients import HandedBack
 from gpipebal.profiler.chain.numbers import Numbers, distinct_numbers
 from gpipebal.profiler.chain.value import SkipEnds
 from gpipebal.profiler.memory.backward_peaks import BackwardPeaks, GivenMemory
@@ -39,8 +40,7 @@ class LayerGradients(NamedTuple):
 
     Attributes:
         given: By place of an output, the key and the bytes of its gradient.
-        back: By place of an input, key and bytes of the memory that its gradient lies in, and the
-            gradient's own bytes; None: it has no memory of its own.
+        back: By place of an input, its gradient; None: that has no memory of its own.
         n_inputs: How many inputs the layer has, with those that it pops.
         n_outputs: How many outputs, with those that it stashes.
         popped: How many of the last inputs belong to each skip that it pops.
@@ -48,7 +48,7 @@ class LayerGradients(NamedTuple):
     """
 
     given: Mapping[int, tuple[int, int]]
-    back: Mapping[int, tuple[int, int, int] | None]
+    back: Mapping[int, HandedBack | None]
     n_inputs: int
     n_outputs: int
     popped: Sequence[int]
@@ -242,7 +242,7 @@ def _handed_back(gradients: LayerGradients, arrived: _Numbered, numbers: Numbers
     }
     found: _Numbered = {}
     for place, each in gradients.back.items():
-        if each is not None and each[0] not in known:
-            known[each[0]] = numbers.new(each[1])
-        found[place] = None if each is None else known[each[0]]
+        if each is not None and each.key not in known:
+            known[each.key] = numbers.new(each.n_bytes)
+        found[place] = None if each is None else known[each.key]
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,21 +16,23 @@ from gpipebal.pipeline.values.tensors import has_storage, plain_parts, storage_k
 from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.gradients import (
     Begun,
+    HandedBack,
     begun_inside,
     handed_back,
     handed_through,
     memory_of,
-    own_gradients,
+    nodes_behind,
     used_again,
 )
 from gpipebal.profiler.chain.value import Value, random_gradients, roots_of
-from gpipebal.profiler.memory.own_hooks import own_hooks_seen
+from gpipebal.profiler.memory.own_hooks import OwnHooks, own_hooks_seen
 from gpipebal.profiler.replicas.replica import kept_by
 
 __all__ = [
     "DeviceLedger",
     "Given",
     "LayerRun",
+    "Surroundings",
     "forward_and_backward",
     "forward_without_graph",
     "own_tensors",
@@ -43,6 +45,24 @@ Given = Literal["held"] | Begun
 #: For each set of gradients that a backward was given and that lived at one time, by place of the
 #: output, the largest memory of everything else then, beyond what existed before.
 Beside = tuple[tuple[frozenset[int], int], ...]
+
+
+class Surroundings(NamedTuple):
+    """What is around a layer while it runs.
+
+    Attributes:
+        given: What holds the gradients that its backward is given.
+        inside: Whether another layer is in front of it, which is given the gradients of the inputs.
+        without: Places of outputs whose gradients are left out. The layer is run as it is trained
+            all the same: it may ask whether its inputs need a gradient.
+        stashed: Places of inputs that are stashed too, if `inside`: a gradient has come for them
+            before the backward begins.
+    """
+
+    given: Given = "held"
+    inside: bool = False
+    without: Collection[int] = ()
+    stashed: Collection[int] = ()
 
 
 class DeviceLedger(Ledger):
@@ -126,12 +146,8 @@ class _Peak:
             return self.counted
         return max(self.counted, torch.cuda.max_memory_allocated(self._device) - self._allocated)
 
-    def start_beside(self, given: Mapping[int, Tensor]) -> None:
-        """Note from now on what there is beside some tensors, by numbers of their own."""
-        self._ledger.start_beside(given)
-
     def beside(self) -> Beside:
-        """Return the largest memory beside these tensors; see `LayerRun`.
+        """Return the largest memory beside what the ledger was told of; see `LayerRun`.
 
         What only the allocator saw, as if it had been there all the time, is added to everything
         that the ledger counted: the most of all that lives is then what the allocator says. Which
@@ -167,8 +183,7 @@ class LayerRun(NamedTuple):
         through: For each input that was handed through, by place, the key of its storage and the
             place of the output that it is.
         kept_bytes: Bytes of what the layer keeps after its forward, besides its parameters.
-        hands_back_own: For each input's gradient, by place, whether nothing else holds its memory.
-        hands_back: In which memory each input's gradient is, by place.
+        hands_back: In which memory each input's gradient is, by place; None: in none of its own.
         has_copied: Whether the gradient that is kept of an input is a copy, apart from those that
             were handed through.
         used_again: Places of inputs whose gradients come in several pieces; found only where there
@@ -185,12 +200,16 @@ class LayerRun(NamedTuple):
     constant: set[int]
     through: dict[int, tuple[int, int]]
     kept_bytes: int
-    hands_back_own: dict[int, bool]
-    hands_back: dict[int, tuple[int, int, int] | None]
+    hands_back: dict[int, HandedBack | None]
     has_copied: bool
     used_again: frozenset[int]
     given: dict[int, tuple[int, int]]
     begun: dict[int, int]
+
+    @property
+    def hands_back_own(self) -> dict[int, bool]:
+        """For each input's gradient, by place, whether nothing else holds its memory."""
+        return {place: each is not None and each.is_own for place, each in self.hands_back.items()}
 
 
 def forward_and_backward(
@@ -199,11 +218,7 @@ def forward_and_backward(
     value: Value,
     ledger: DeviceLedger,
     constants: Iterable[Tensor],
-    unwanted: Collection[int] = (),
-    *,
-    gradients: Given = "held",
-    inside: bool = False,
-    stashed: Collection[int] = (),
+    around: Surroundings,
 ) -> LayerRun:
     """Run forward and backward of a layer.
 
@@ -213,13 +228,7 @@ def forward_and_backward(
         value: What goes into it.
         ledger: Where memory is counted.
         constants: Tensors that exist all the time.
-        unwanted: Places of outputs whose gradients are left out. The layer is run as it is trained
-            all the same: it may ask whether its inputs need a gradient.
-        gradients: What holds the gradients that the backward is given: this function, to the end,
-            or the backward alone, until they are used.
-        inside: Whether another layer is in front of it, which is given the gradients of the inputs.
-        stashed: Places of inputs that are stashed too, if `inside`: a gradient has come for them
-            before the backward begins.
+        around: What is around it.
     """
     packed: dict[int, weakref.ref[Any]] = {}
 
@@ -232,7 +241,7 @@ def forward_and_backward(
         return tensor.detach()
 
     with ledger.watch(0):
-        inputs, given = chain.prepare(k, value, wants=True, inside=inside)
+        inputs, given = chain.prepare(k, value, wants=True, inside=around.inside)
         before, forward_peak = ledger.live_now(), _Peak(ledger, chain.device)
         # Within these hooks, so that they are none of the layer's own.
         with (
@@ -243,55 +252,39 @@ def forward_and_backward(
         torch.clear_autocast_cache()  # what only a cache holds is freed after a cell's forward
         forward_bytes = forward_peak.bytes
         outputs = chain.outputs(k, passed)
-        handed = {storage_key(leaf) for leaf in outputs if has_storage(leaf)}
-        # What is gone was saved for a result that was not used; its key may be another's by now.
-        saved = _bytes_of_live(packed)
-        layer = chain.layers[k]
-        mine = {key for tensor in own_tensors(layer) for key in _keys_of(tensor)} - saved.keys()
-        born = ledger.born_since(before)
-        for key in sorted(born - handed - mine):
-            saved.setdefault(key, ledger.bytes_of(key) or 0)
-        for tensor in filter(has_storage, (*_kept_by_functions(outputs), *own_hooks.kept())):
-            if storage_key(tensor) not in mine:
-                saved.setdefault(storage_key(tensor), tensor.untyped_storage().nbytes())
+        layer, born = chain.layers[k], ledger.born_since(before)
+        saved = _saved_in_all(layer, outputs, packed, own_hooks, born, ledger)
         constant = saved.keys() & {storage_key(tensor) for tensor in constants}
         live = ledger.live_keys() - constant
         saved = {key: n_bytes for key, n_bytes in saved.items() if key in live}
         # What it hands on it may keep for longer than the next layer needs it.
         elsewhere = {*saved, *map(storage_key, filter(has_storage, given))}
         kept = [each for each in kept_by(layer) if elsewhere.isdisjoint(_keys_of(each))]
-        ends = [None if place in unwanted else leaf for place, leaf in enumerate(outputs)]
+        ends = [None if place in around.without else leaf for place, leaf in enumerate(outputs)]
         made: list[Tensor | None] = [None] * len(ends)
-        if gradients == "held":
+        if around.given == "held":
             made = [
-                None if place in unwanted else one
-                for place, one in enumerate(chain.gradients(k, passed))
+                None if end is None else one
+                for end, one in zip(ends, chain.gradients(k, passed), strict=True)
             ]
             roots, begun = roots_of(ends, made), dict[int, int]()
         else:
-            # Called in the backward, whose peak begins below.
-            roots, begun = begun_inside(
-                ends, lambda own: backward_peak.start_beside(own), gradients
-            )
+            roots, begun = begun_inside(ends, ledger.start_beside, around.given)
         given_in = memory_of(made)
         found_again = used_again(inputs, outputs) if chain.has_skips else frozenset[int]()
-        come = [leaf if place in stashed else None for place, leaf in enumerate(inputs)]
+        come = [leaf if place in around.stashed else None for place, leaf in enumerate(inputs)]
         roots += roots_of(come, random_gradients(come))
-        through: dict[int, tuple[int, int]] = {}
-        with (
-            handed_through(inputs, ends, made, through),
-            own_gradients(inputs) as are_own,
-            handed_back(inputs, hold=inside or gradients != "held") as back,
-        ):
+        with handed_back(inputs, hold=around.inside or around.given != "held") as back:
             backward_peak = _Peak(ledger, chain.device)
             chain.run_backward(roots, inputs, chain.names[k])
         backward_bytes = max(0, backward_peak.bytes - sum(begun.values()))
         beside = backward_peak.beside() if begun else ()
+        through = handed_through(inputs, ends, given_in, back)
         has_copied = any(
             each is not None
             and place not in through
             and inputs[place].is_leaf
-            and _is_elsewhere(inputs[place].grad, each[0])
+            and _is_elsewhere(inputs[place].grad, each.key)
             for place, each in back.items()
         )
     return LayerRun(
@@ -303,13 +296,42 @@ def forward_and_backward(
         constant=constant,
         through=through,
         kept_bytes=_bytes_of_kept(kept, born),
-        hands_back_own=are_own,
         hands_back=back,
         has_copied=has_copied,
         used_again=found_again,
         given=given_in,
         begun=begun,
     )
+
+
+def _saved_in_all(
+    layer: nn.Module,
+    outputs: Sequence[Any],
+    packed: Mapping[int, weakref.ref[Any]],
+    own_hooks: OwnHooks,
+    born: Collection[int],
+    ledger: DeviceLedger,
+) -> dict[int, int]:
+    """Return the bytes of all storages that the graph of a forward keeps, by key.
+
+    Args:
+        layer: The layer that ran.
+        outputs: What came out.
+        packed: Storages that hooks around the forward saw it save.
+        own_hooks: What hooks of its own have packed.
+        born: Keys of the storages that the forward has made.
+        ledger: Knows their bytes.
+    """
+    # What is gone was saved for a result that was not used; its key may be another's by now.
+    saved = _bytes_of_live(packed)
+    handed = {storage_key(leaf) for leaf in outputs if has_storage(leaf)}
+    mine = {key for tensor in own_tensors(layer) for key in _keys_of(tensor)} - saved.keys()
+    for key in sorted(set(born) - handed - mine):
+        saved.setdefault(key, ledger.bytes_of(key) or 0)
+    for tensor in filter(has_storage, (*_kept_by_functions(outputs), *own_hooks.kept())):
+        if storage_key(tensor) not in mine:
+            saved.setdefault(storage_key(tensor), tensor.untyped_storage().nbytes())
+    return saved
 
 
 def _bytes_of_kept(kept: Iterable[Tensor], born: Collection[int]) -> int:
@@ -344,15 +366,9 @@ def _kept_by_functions(outputs: Iterable[Any]) -> Iterator[Tensor]:
 
     Autograd does not know of them: an input among them is older than the forward.
     """
-    waiting = [leaf.grad_fn for leaf in outputs if isinstance(leaf, Tensor)]
-    seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting += [before for before, _ in node.next_functions]
-            if isinstance(node, torch.autograd.function.BackwardCFunction):
-                yield from tensors_in(vars(node))
+    for node in nodes_behind(leaf.grad_fn for leaf in outputs if isinstance(leaf, Tensor)):
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            yield from tensors_in(vars(node))
 
 
 def own_tensors(layer: nn.Module) -> tuple[Tensor, ...]:

@@ -11,7 +11,8 @@ storages go along with the values, so that what two layers share has one number.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -26,7 +27,8 @@ from gpipebal.profiler.memory.buffers import copies_of_large, kept_buffers
 from gpipebal.profiler.memory.layer_memory import LayerGradients, LayerMemory
 from gpipebal.profiler.memory.layer_run import (
     DeviceLedger,
-    Given,
+    LayerRun,
+    Surroundings,
     forward_and_backward,
     forward_without_graph,
     own_tensors,
@@ -58,7 +60,6 @@ def measure_layer_memory(
     keys_of_own = [storage_key(x) for one in own for x in plain_parts(one) if has_storage(x)]
     there = (*own, *tensors_reached(layer), *constants)
     constants = [part for one in there for part in plain_parts(one)]
-    known = _known(chain, k, arrived)
     ledger = DeviceLedger(chain.device)
     ledger.hold([*chain.inputs(k, value), *constants], 0)
     for parameter in layer.parameters():
@@ -71,66 +72,27 @@ def measure_layer_memory(
     for buffer in {id(each): each for each in kept_buffers(layer, large)}.values():
         kept[storage_key(buffer)] += buffer.nbytes
     del large
-    run = forward_and_backward(chain, k, value, ledger, constants)
-    n_before = len(numbers.bytes)
-    hands_on = _handed_on(chain, k, arrived, run.passed, known, numbers)
-    kept_outputs = distinct_numbers(
-        known[key] for key in keys_of_own if known.get(key, -1) >= n_before
-    )
-    for key, n_bytes in run.saved.items():
-        if key not in known:
-            known[key] = numbers.new(n_bytes)
-    through_numbers = distinct_numbers(known[key] for key, _ in run.through.values())
-    saved_numbers = distinct_numbers(known[key] for key in run.saved)
-    forward, through = run.forward_peak, set(run.through)
-    ends = {output for _, output in run.through.values()}
-    hands_through = {
-        place: output for place, (_, output) in run.through.items() if run.hands_back_own[place]
-    }
-    saved_buffers, kept_bytes = run.constant & kept.keys(), run.kept_bytes
-    given = arrived.of_inputs(chain.pops[k])
-    gradients = LayerGradients(
-        run.given,
-        run.hands_back,
-        n_inputs=len(given),
-        n_outputs=len(chain.outputs(k, run.passed)),
-        popped=[len(arrived.skips[key]) for key in chain.pops[k]],
-        stashed=[len(hands_on.skips[key]) for key in chain.stashes[k]],
-    )
-    gradient_bytes = sum(bytes_of(x) for x in run.passed.leaves if needs_gradient(x))
-    held = BackwardRun.of(run)
-    # Their keys are used up: they may be given to new storages from now on.
-    del run, known
+
+    def run_in(around: Surroundings) -> LayerRun:
+        return forward_and_backward(chain, k, value, ledger, constants, around)
+
+    run = run_in(Surroundings())
+    columns, hands_on = _described(chain, k, arrived, run, keys_of_own, numbers)
+    saved_buffers = sum(kept[key] for key in run.constant & kept.keys())
+    held, through = BackwardRun.of(run), {place: at for place, (_, at) in run.through.items()}
+    # Its keys are used up: they may be given to new storages from now on.
+    del run
     hands_on.value = hands_on.value.without_graph()
-
-    def again(
-        unwanted: Collection[int], given: Given, inside: bool, stashed: Collection[int]
-    ) -> BackwardRun:
-        run = forward_and_backward(
-            chain,
-            k,
-            value,
-            ledger,
-            constants,
-            unwanted,
-            gradients=given,
-            inside=inside,
-            stashed=stashed,
-        )
-        return BackwardRun.of(run)
-
     peaks, hands_back = find_peaks(
-        again, held, ends, layer.parameters(), finds_inside=not chain.only_inputs
+        lambda around: BackwardRun.of(run_in(around)),
+        held,
+        set(through.values()),
+        layer.parameters(),
+        finds_inside=not chain.only_inputs,
     )
+    hands_through = {place: at for place, at in through.items() if held.hands_back_own[place]}
     memory = LayerMemory(
-        outputs=hands_on.storages,
-        saved=saved_numbers,
-        handed_through=through_numbers,
-        kept_outputs=kept_outputs,
-        written=distinct_numbers(given[place] for place in sorted(chain.written[k])),
-        output_bytes=sum(numbers.bytes[number] for number in hands_on.storages),
-        output_gradient_bytes=gradient_bytes,
-        forward_peak_bytes=forward,
+        **columns,
         no_grad_forward_peak_bytes=without_graph,
         written_input_bytes=copies,
         peaks=peaks,
@@ -140,14 +102,57 @@ def measure_layer_memory(
             for place in {*hands_back, *through} - hands_through.keys()
         },
         hands_through=hands_through,
-        gradients=gradients,
         stashes=bool(chain.stashes[k]),
         kept_buffer_bytes=sum(kept.values()),
-        saved_buffer_bytes=sum(kept[key] for key in saved_buffers),
-        kept_bytes=kept_bytes,
+        saved_buffer_bytes=saved_buffers,
         n_parameters=len(list(layer.parameters())),
     )
     return memory, hands_on
+
+
+def _described(
+    chain: Chain, k: int, arrived: Arrived, run: LayerRun, own: Sequence[int], numbers: Numbers
+) -> tuple[dict[str, Any], Arrived]:
+    """Describe what a layer's first run with a graph tells, and number its storages.
+
+    Args:
+        chain: A chain with the layer.
+        k: Index of the layer in it.
+        arrived: What went into the layer.
+        run: The run.
+        own: Keys of the storages that the layer had before.
+        numbers: Numbers of all storages so far; new ones are added.
+
+    Returns:
+        Fields of its `LayerMemory`, and its output.
+    """
+    known, n_before = _known(chain, k, arrived), len(numbers.bytes)
+    hands_on = _handed_on(chain, k, arrived, run.passed, known, numbers)
+    of_own = [known.get(key, -1) for key in own]
+    for key, n_bytes in run.saved.items():
+        if key not in known:
+            known[key] = numbers.new(n_bytes)
+    given = arrived.of_inputs(chain.pops[k])
+    columns = {
+        "outputs": hands_on.storages,
+        "saved": distinct_numbers(known[key] for key in run.saved),
+        "handed_through": distinct_numbers(known[key] for key, _ in run.through.values()),
+        "kept_outputs": distinct_numbers(number for number in of_own if number >= n_before),
+        "written": distinct_numbers(given[place] for place in sorted(chain.written[k])),
+        "output_bytes": sum(numbers.bytes[number] for number in hands_on.storages),
+        "output_gradient_bytes": sum(bytes_of(x) for x in run.passed.leaves if needs_gradient(x)),
+        "forward_peak_bytes": run.forward_peak,
+        "kept_bytes": run.kept_bytes,
+        "gradients": LayerGradients(
+            run.given,
+            run.hands_back,
+            n_inputs=len(given),
+            n_outputs=len(chain.outputs(k, run.passed)),
+            popped=[len(arrived.skips[key]) for key in chain.pops[k]],
+            stashed=[len(hands_on.skips[key]) for key in chain.stashes[k]],
+        ),
+    }
+    return columns, hands_on
 
 
 def _handed_on(

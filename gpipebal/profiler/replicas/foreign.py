@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from gpipebal.pipeline.layers.attributes import attributes_of
 from gpipebal.pipeline.process.eager import EagerDispatchMode
 from gpipebal.pipeline.values.tensors import has_storage, plain_parts, storage_key
+from gpipebal.profiler.chain.gradients import nodes_behind
 
 __all__ = ["Watch", "bits_of", "foreign_kept", "form_of", "has_foreign", "put_aside", "watched"]
 
@@ -75,11 +76,8 @@ def foreign_kept() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def watched(
-    name: str, layer: nn.Module, given: Iterable[Any], *, shares: bool = False
-) -> Iterator[Watch]:
-    """Watch a forward; what it uses of others is put back when the profile ends.
+def watched(name: str, layer: nn.Module, given: Iterable[Any], *, shares: bool = False) -> Watch:
+    """Return what watches a forward; what it uses of others is put back when the profile ends.
 
     Args:
         name: Name of the layer.
@@ -88,10 +86,7 @@ def watched(
         shares: Whether its parameters have the memory of the caller's.
     """
     kept = _kept.get()
-    if kept is None:
-        kept = _Kept(ExitStack())
-    with Watch(kept, name, layer, given, shares) as watch:
-        yield watch
+    return Watch(_Kept(ExitStack()) if kept is None else kept, name, layer, given, shares)
 
 
 def has_foreign(name: str, layer: nn.Module) -> bool:
@@ -260,13 +255,7 @@ def _writes_of(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def _leaves_behind(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
-    waiting: list[Any] = [output.grad_fn for output in outputs]
-    seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    node: Any
+    for node in nodes_behind(output.grad_fn for output in outputs):
         if type(node).__name__ == "AccumulateGrad":
             yield node.variable
-        waiting += [before for before, _ in node.next_functions]
