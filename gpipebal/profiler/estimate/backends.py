@@ -30,12 +30,11 @@ from gpipebal.profiler.estimate.results import (
     BATCH_NORMS,
     GROUPED,
     SHUFFLES,
+    channels_last_of,
     in_device_order,
     in_groups,
     in_memory_of_terms,
     in_parts,
-    is_channels_last,
-    is_channels_last_3d,
 )
 
 __all__ = ["acting_as", "note_fast_paths"]
@@ -51,6 +50,7 @@ _OF_SPARSE = (_aten.clone.default, _aten.add.Tensor, _aten.add_.Tensor)
 _OF_NUMBERS = ("tensor", "new_tensor", "as_tensor", "asarray", "new")
 #: For three dimensions, devices keep the memory format where the meta device does not.
 _IN_SPACE = ("conv3d", "group_norm", "pad")
+_BY_FORMAT = frozenset({*_OTHERWISE_IN_ORDER, *SHUFFLES, *_IN_SPACE})
 _IN_PLACE_LOSSES = (
     "aten::binary_cross_entropy",
     "aten::mse_loss",
@@ -225,17 +225,21 @@ class _AsWritten(TorchFunctionMode):
         if torch.is_autocast_enabled(_acting.device_type or "cpu"):
             _note_autocast()
         name = getattr(func, "__name__", "")
-        if name in _OTHERWISE_IN_ORDER and args and is_channels_last(args[0]):
-            _note("normalised_in_order")
-        on_cuda = _acting.device_type == "cuda"
-        if on_cuda and name in SHUFFLES and args and is_channels_last(args[0]):
-            _note("moved_in_order")
-        if name in _IN_SPACE and args and is_channels_last_3d(args[0]):
-            _note("in_space")
+        if args and name in _BY_FORMAT:
+            self._note_format(name, channels_last_of(args[0]))
         result = func(*args, **(kwargs or {}))
         if name in _OF_NUMBERS and isinstance(result, Tensor) and result.is_meta:
             result.detach()  # an operation, which shows it
         return result
+
+    def _note_format(self, name: str, image: torch.memory_format | None) -> None:
+        """Note what devices do otherwise with an image of this format."""
+        if image == torch.channels_last_3d and name in _IN_SPACE:
+            _note("in_space")
+        if image == torch.channels_last and name in _OTHERWISE_IN_ORDER:
+            _note("normalised_in_order")
+        if image == torch.channels_last and name in SHUFFLES and _acting.device_type == "cuda":
+            _note("moved_in_order")
 
 
 def _taken_apart(operation: Any, *args: Any, **kwargs: Any) -> Any:
@@ -357,8 +361,7 @@ def _one_hot(indices: Tensor, num_classes: int = -1) -> Tensor:
 
 def _group_norm(input: Tensor, num_groups: int, *args: Any, **kwargs: Any) -> Any:
     """Let an image be in channels-last on a CPU, and make it contiguous elsewhere."""
-    ordered = is_channels_last(input) or is_channels_last_3d(input)
-    if _acting.device_type != "cpu" or not ordered:
+    if _acting.device_type != "cpu" or channels_last_of(input) is None:
         return _taken_apart(_aten.group_norm.default, input, num_groups, *args, **kwargs)
     return group_norm_in_format(input, num_groups, *args, **kwargs)
 

@@ -16,14 +16,13 @@ __all__ = [
     "BATCH_NORMS",
     "GROUPED",
     "SHUFFLES",
+    "channels_last_of",
     "in_device_order",
     "in_format_of",
     "in_groups",
     "in_memory_of_terms",
     "in_order_of",
     "in_parts",
-    "is_channels_last",
-    "is_channels_last_3d",
 ]
 
 _aten = torch.ops.aten
@@ -75,9 +74,10 @@ def in_device_order(func: Any, args: Any, result: Any, *, on_cpu: bool) -> Any:
 
 def in_order_of(operands: Sequence[Any], results: Any) -> Any:
     """Put results into channels-last, if one of the operands is: an image, or weights."""
-    flat, in_space = (any(map(test, operands)) for test in (is_channels_last, is_channels_last_3d))
-    if not (flat or in_space):
+    formats = {channels_last_of(one) for one in operands} - {None}
+    if not formats:
         return results
+    in_space = torch.channels_last_3d in formats
     dims, memory_format = (5, torch.channels_last_3d) if in_space else (4, torch.channels_last)
     ordered = [
         torch.empty_like(one, memory_format=memory_format)
@@ -97,22 +97,15 @@ def in_format_of(image: Tensor, results: tuple[Any, ...]) -> tuple[Any, ...]:
     return (torch.empty_like(made, memory_format=memory_format), *others)
 
 
-def is_channels_last(value: Any) -> bool:
-    """Tell whether it is, as devices do: by strides; a single pixel is contiguous either way."""
-    return (
-        isinstance(value, Tensor)
-        and value.dim() == 4
-        and suggest_memory_format(value) == torch.channels_last
-    )
+def channels_last_of(value: Any) -> torch.memory_format | None:
+    """Return the channels-last format that an image has, of two dimensions or of three; or None.
 
-
-def is_channels_last_3d(value: Any) -> bool:
-    """Tell whether it is, for three dimensions."""
-    return (
-        isinstance(value, Tensor)
-        and value.dim() == 5
-        and suggest_memory_format(value) == torch.channels_last_3d
-    )
+    As for devices, strides decide: a single pixel is contiguous either way.
+    """
+    if not isinstance(value, Tensor) or value.dim() not in (4, 5):
+        return None
+    memory_format = suggest_memory_format(value)
+    return None if memory_format == torch.contiguous_format else memory_format
 
 
 def in_parts(func: Any, tensor: Tensor, *added: Tensor) -> Tensor:
