@@ -302,8 +302,9 @@ def _measure(training: Training, conduct: _Conduct, state: CallerState) -> Profi
     started = time.perf_counter()
     where, alone = conduct.where, conduct.alone
     n_threads = conduct.n_threads if conduct.on_cpu else None
-    study, sizes = Study(training, where), training.data.sizes
-    others, all_sizes = choose_rows(conduct.rows, sizes[0], sum(sizes)), conduct.rows is not None
+    study = Study(training, where, all_sizes=conduct.rows is not None, alone=alone)
+    sizes = training.data.sizes
+    others = choose_rows(conduct.rows, sizes[0], sum(sizes))
     parts = len(training.layers) if alone else 1
     total = parts if alone else MOST_ROUNDS * conduct.side_by_side
     with threads_set(n_threads), progress_bar("profiling", total, conduct.progress) as told:
@@ -315,13 +316,13 @@ def _measure(training: Training, conduct: _Conduct, state: CallerState) -> Profi
         )
         if alone:
             try:
-                study.measure_alone(others, pace, all_sizes=all_sizes, share=conduct.share)
+                study.measure_alone(others, pace, share=conduct.share)
             except ProfileError as error:
                 if is_out_of_memory(error):
                     raise alone_already(error) from error.__cause__
                 raise
         else:
-            study.survey_sizes(others, all_sizes=all_sizes)
+            study.survey_sizes(others)
             study.measure(conduct.side_by_side, n_threads, pace, state)
     profile = study.profile(
         {

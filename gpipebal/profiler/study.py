@@ -72,55 +72,55 @@ class Study:
     Args:
         training: The chain, and how it is trained.
         device: Where to measure.
+        all_sizes: Whether a layer may not fail at sizes other than the micro-batch's own.
+        alone: Whether one layer is on the device at a time.
     """
 
-    def __init__(self, training: Training, device: torch.device) -> None:
+    def __init__(
+        self, training: Training, device: torch.device, *, all_sizes: bool, alone: bool
+    ) -> None:
         self._training = training = training.with_target_on(device)
-        self.names, self.modules = training.names, training.modules
-        self.routes, self.device = training.routes, device
+        self._names, self._modules, self._device = training.names, training.modules, device
         self._data, self._loss_fn = training.data, training.loss_fn
-        self.micro_batches = self._data.sizes
-        self._keep_modes = training.keep_modes
+        self._all_sizes, self._is_alone = all_sizes, alone
         self._maker = training.maker()
-        self.notes = list(doubts_about(self.names, self.modules, keep_modes=self._keep_modes))
-        self.notes += doubts_about_loss(self._loss_fn, self.modules)
+        self._notes = list(doubts_about(self._names, self._modules, keep_modes=training.keep_modes))
+        self._notes += doubts_about_loss(self._loss_fn, self._modules)
         self._sizes: list[_Size] = []
         self._replicas: list[nn.Module] = []
-        self._written: list[frozenset[int]] = []
+        self._written: list[frozenset[int]] = [frozenset()] * len(self._names)
         self._private: set[int] = set()
-        self._all_sizes = self._is_alone = False
 
-    def survey_sizes(self, others: Sequence[int], *, all_sizes: bool) -> None:
+    def survey_sizes(self, others: Sequence[int]) -> None:
         """Find out all that needs no repeats: at the micro-batch's own size, then at others.
 
         Args:
             others: Rows of the other sizes.
-            all_sizes: Whether a layer may not fail at these.
 
         Raises:
             ProfileError: a layer failed.
         """
-        self._all_sizes, data = all_sizes, self._data
-        start = data.start_of(data.sizes[0], self.device)
-        chain = self._chain(start, self.modules)
-        scout = Scout(chain, keep_modes=self._keep_modes)
-        main = _Size(self.micro_batches[0], survey(chain, self.routes, scout), start)
-        self.notes += doubts_about_parameters(self.names, self.modules)
+        data = self._data
+        start = data.start_of(data.sizes[0], self._device)
+        chain = self._chain(start, self._modules)
+        scout = Scout(chain, keep_modes=self._training.keep_modes)
+        main = _Size(data.sizes[0], survey(chain, self._training.routes, scout), start)
+        self._notes += doubts_about_parameters(self._names, self._modules)
         self._sizes.append(main)
         self._survey_loss(main)
         if self._loss_fn is not None and main.loss is None:
             outputs = data.outputs(main.found.outputs, data.sizes)
             target = data.target_of(data.sizes)
-            try_gathered(outputs, main.found.numbers, self.device, self._loss_fn, target)
-        self._private, self._written = scout.writers, chain.written
+            try_gathered(outputs, main.found.numbers, self._device, self._loss_fn, target)
+        self._private = scout.writers
         self._replicas = self._replicate()
         for rows in others:
             try:
-                self._sizes.append(self._survey_size(self._data.start_of(rows, self.device), rows))
+                self._sizes.append(self._survey_size(rows))
             except GpipebalError as error:
-                if all_sizes:
+                if self._all_sizes:
                     raise
-                self.notes.append(left_out(rows, error))
+                self._notes.append(left_out(rows, error))
 
     def measure(
         self,
@@ -134,53 +134,45 @@ class Study:
         for k in range(side_by_side):
             replicas = self._replicas if not k else self._replicate()
             subjects.append([self._subject(size, replicas, copies=k > 0) for size in self._sizes])
-        before = [_versions(module) for module in self.modules]
+        before = [_versions(module) for module in self._modules]
         results = run_side_by_side(
             subjects, n_threads=n_threads, pace=pace, state=state, all_sizes=self._all_sizes
         )
-        for name, module, versions in zip(self.names, self.modules, before, strict=True):
+        for name, module, versions in zip(self._names, self._modules, before, strict=True):
             if _versions(module) != versions:
-                self.notes.append(
+                self._notes.append(
                     f"layer {name!r} wrote to its parameters in the middle: the model has changed"
                 )
         for size, times in zip(self._sizes, results, strict=True):
             if times is None:
-                self.notes.append(f"not measured at {count(size.rows, 'row')}: not enough memory")
+                self._notes.append(f"not measured at {count(size.rows, 'row')}: not enough memory")
             else:
                 size.times = times
         kept = zip(self._sizes, results, strict=True)
         self._sizes = [size for size, times in kept if times is not None]
 
-    def measure_alone(
-        self,
-        others: Sequence[int],
-        pace: Pace,
-        *,
-        all_sizes: bool,
-        share: bool,
-    ) -> None:
+    def measure_alone(self, others: Sequence[int], pace: Pace, *, share: bool) -> None:
         """Examine and measure with one layer on the device at a time; see `walk_alone`."""
-        self._all_sizes, self._is_alone = all_sizes, True
         walks = [
-            SizeWalk.start(rows, self._data.start_of(rows, _HOST), self.device)
-            for rows in (self.micro_batches[0], *others)
+            SizeWalk.start(rows, self._data.start_of(rows, _HOST), self._device)
+            for rows in (self._data.sizes[0], *others)
         ]
-        self.notes += walk_alone(
-            self._training, walks, self.device, pace, share=share, all_sizes=all_sizes
+        self._notes += walk_alone(
+            self._training, walks, self._device, pace, share=share, all_sizes=self._all_sizes
         )
-        self.notes += doubts_about_parameters(self.names, self.modules)
-        self.notes.append("one layer at a time: what neighbours do to each other is not measured")
+        self._notes += doubts_about_parameters(self._names, self._modules)
+        self._notes.append("one layer at a time: what neighbours do to each other is not measured")
         for walk in walks:
             try:
                 self._sizes.append(self._finish_alone(walk))
             except GpipebalError as error:
-                if all_sizes or not self._sizes or not is_out_of_memory(error):
+                if self._all_sizes or not self._sizes or not is_out_of_memory(error):
                     raise
-                self.notes.append(left_out(walk.rows, error))
+                self._notes.append(left_out(walk.rows, error))
 
     def _finish_alone(self, walk: SizeWalk) -> _Size:
         """Measure the loss after layers that were measured alone."""
-        size = _Size(walk.rows, walk.survey(self.routes, self.device))
+        size = _Size(walk.rows, walk.survey(self._training.routes, self._device))
         size.times = join_times(walk.times)
         self._survey_loss(size)
         if size.loss is not None:
@@ -194,8 +186,8 @@ class Study:
         Args:
             provenance: Where and with what it was measured.
         """
-        memory = optimizer_memory(self._maker, self.modules, self.device.type)
-        self.notes += memory.doubts
+        memory = optimizer_memory(self._maker, self._modules, self._device.type)
+        self._notes += memory.doubts
         optimizer_time = self._optimizer_time(can_step=memory.state is not None)
         others = [
             self._profile_of(size, memory, optimizer_time, provenance, ())
@@ -213,12 +205,12 @@ class Study:
         maker = self._maker
         if maker is None or maker.needs_closure:
             return None
-        one_of = [list(module.parameters()) for module in self.modules] if self._is_alone else None
+        one_of = [list(module.parameters()) for module in self._modules] if self._is_alone else None
         try:
-            return measure_optimizer(maker, self.device, one_of=one_of)
+            return measure_optimizer(maker, self._device, one_of=one_of)
         except ProfileError as error:
             if is_out_of_memory(error):
-                self.notes.append("the optimizer's time is not known: no memory for its step")
+                self._notes.append("the optimizer's time is not known: no memory for its step")
             elif can_step:
                 raise
             return None
@@ -236,57 +228,58 @@ class Study:
         """
 
         def setting(chunks: int) -> Setting:
-            sizes = [self.micro_batches[0]] * chunks
+            sizes = [self._data.sizes[0]] * chunks
             loss_fn = self._loss_fn
             if isinstance(loss_fn, nn.Module):
-                loss_fn = replicate(["loss"], [loss_fn], self.device)[0]
+                loss_fn = replicate(["loss"], [loss_fn], self._device)[0]
             return Setting(
-                OrderedDict(zip(self.names, self._replicas, strict=True)),
-                self._data.of_sizes(sizes, self.device),
+                OrderedDict(zip(self._names, self._replicas, strict=True)),
+                self._data.of_sizes(sizes, self._device),
                 loss_fn,
                 n_partitions,
                 n_threads,
             )
 
-        return try_out(profile, setting, len(self.micro_batches), seconds)
+        return try_out(profile, setting, len(self._data.sizes), seconds)
 
     def _replicate(self) -> list[nn.Module]:
-        given = (self.names, self.modules, self.device)
-        return replicate(*given, private=self._private, keep_modes=self._keep_modes)
+        given = (self._names, self._modules, self._device)
+        return replicate(*given, private=self._private, keep_modes=self._training.keep_modes)
 
     def _chain(self, start: Value, layers: Sequence[nn.Module]) -> Chain:
-        given = (self.names, layers, self.device, start)
-        return Chain(*given, routes=self.routes, out_dims=self._data.joined_dims)
-
-    def _replicated(self, start: Value, replicas: Sequence[nn.Module]) -> Chain:
-        chain = self._chain(start, replicas)
+        """Make a chain of layers; all have in common what is known of inputs that are written."""
+        given = (self._names, layers, self._device, start)
+        routes = self._training.routes
+        chain = Chain(*given, routes=routes, out_dims=self._data.joined_dims)
         chain.written = self._written
         return chain
 
-    def _survey_size(self, start: Value, rows: int) -> _Size:
-        size = _Size(rows, survey(self._replicated(start, self._replicas), self.routes), start)
+    def _survey_size(self, rows: int) -> _Size:
+        start = self._data.start_of(rows, self._device)
+        chain = self._chain(start, self._replicas)
+        size = _Size(rows, survey(chain, self._training.routes), start)
         self._survey_loss(size)
         return size
 
     def _survey_loss(self, size: _Size) -> None:
         if self._loss_fn is None:
             return
-        sizes = [size.rows] * len(self.micro_batches)
+        sizes = [size.rows] * len(self._data.sizes)
         try:
             target = self._data.first_target(sizes)
-            size.loss = survey_loss(self._loss_fn, target, size.found, self.device)
+            size.loss = survey_loss(self._loss_fn, target, size.found, self._device)
         except GpipebalError as error:
             why = str(error).splitlines()[0]
-            self.notes.append(f"the loss is not measured at {count(size.rows, 'row')}: {why}")
+            self._notes.append(f"the loss is not measured at {count(size.rows, 'row')}: {why}")
 
     def _subject(self, size: _Size, replicas: list[nn.Module], *, copies: bool) -> Subject:
         loss = None
         if size.loss is not None and self._loss_fn is not None:
             loss = size.loss.chain
             if copies:
-                loss = loss_chain(self._loss_fn, loss.loss.target, loss.start, self.device)
+                loss = loss_chain(self._loss_fn, loss.loss.target, loss.start, self._device)
                 loss.written = size.loss.chain.written
-        return Subject(self._replicated(size.start, replicas), loss)
+        return Subject(self._chain(size.start, replicas), loss)
 
     def _profile_of(
         self,
@@ -298,7 +291,7 @@ class Study:
     ) -> Profile:
         is_main = size is self._sizes[0]
         layers, settled = describe_layers(
-            self.names, self.modules, size.times, size.found, optimizer, self.device.type
+            self._names, self._modules, size.times, size.found, optimizer, self._device.type
         )
         step = replace(
             self._step_of(size, optimizer_time),
@@ -306,9 +299,9 @@ class Study:
             optimizer_groups=optimizer.groups,
         )
         described = describe_times(size.rows, settled)
-        described["flags"] += doubts_about_peaks(self.names, size.found)
+        described["flags"] += doubts_about_peaks(self._names, size.found)
         if is_main:
-            described["flags"] += self.notes
+            described["flags"] += self._notes
         return Profile(
             layers=layers,
             storages=tuple(size.found.numbers.bytes),
@@ -317,12 +310,12 @@ class Study:
             without_gradient=size.found.numbers.without_gradient,
             rows=size.rows,
             mini_batch_rows=(
-                sum(self.micro_batches) if is_main else size.rows * len(self.micro_batches)
+                sum(self._data.sizes) if is_main else size.rows * len(self._data.sizes)
             ),
-            chunks=len(self.micro_batches),
+            chunks=len(self._data.sizes),
             step=step,
             skips=size.found.skips,
-            ties=find_ties(self.modules),
+            ties=find_ties(self._modules),
             other_sizes=others,
             provenance={**provenance, "rows": size.rows, **described},
         )
@@ -334,22 +327,22 @@ class Study:
         might not fit.
         """
         loss = self._loss_of(size)
-        if size.rows > self.micro_batches[0]:
+        if size.rows > self._data.sizes[0]:
             return StepTerms(loss=loss, optimizer_time=optimizer_time)
         is_main = size is self._sizes[0]
-        sizes = self.micro_batches if is_main else [size.rows] * len(self.micro_batches)
+        sizes = self._data.sizes if is_main else [size.rows] * len(self._data.sizes)
         terms: GatheredTerms | None = None
         outputs = self._data.outputs(size.found.outputs, sizes)
-        given = (outputs, size.found.numbers, self.device)
+        given = (outputs, size.found.numbers, self._device)
         try:
             target = self._data.target_of(sizes)
             if self._is_alone:
-                free = most_bytes(self.modules, size.found.memory)
+                free = most_bytes(self._modules, size.found.memory)
                 terms = scaled_gathered(*given, loss, target, free)
             if terms is None:
                 terms = measure_gathered(*given, self._loss_fn, target)
             else:
-                self.notes.append(
+                self._notes.append(
                     f"the gathered output at {count(size.rows, 'row')} is scaled, not measured"
                 )
         except GpipebalError as error:
@@ -358,29 +351,23 @@ class Study:
             if not is_memory and (is_main or self._all_sizes):
                 raise
             why = "did not fit the device" if is_memory else str(error).splitlines()[0]
-            self.notes.append(
+            self._notes.append(
                 f"not measured at {count(size.rows, 'row')}: the gathered output and its loss: "
                 f"{why}"
             )
         gather_time, whole_loss, gathered = terms or (None, None, ())
         if whole_loss is not None:
             whole_loss = replace(
-                whole_loss, **bytes_of_loss(self._loss_fn, self.modules, self.device.type)
+                whole_loss, **bytes_of_loss(self._loss_fn, self._modules, self._device.type)
             )
         return StepTerms(gather_time, loss, whole_loss, gathered, optimizer_time)
 
     def _loss_of(self, size: _Size) -> LayerProfile | None:
         if size.loss is None:
             return None
-        loss = describe_loss(
-            size.loss.memory,
-            size.loss.chain.loss,
-            forward=size.times.loss_forward,
-            backward=size.times.loss_backward,
-            without_graph=size.times.loss_without_graph,
-            flops=size.loss.flops,
-        )
-        return replace(loss, **bytes_of_loss(self._loss_fn, self.modules, self.device.type))
+        found = size.loss
+        loss = describe_loss(found.memory, found.chain.loss, size.times, found.flops)
+        return replace(loss, **bytes_of_loss(self._loss_fn, self._modules, self._device.type))
 
 
 def _versions(module: nn.Module) -> list[int]:

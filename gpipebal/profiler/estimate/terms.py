@@ -25,6 +25,7 @@ from gpipebal.profiler.replicas.harmless import tensors_reached
 from gpipebal.profiler.step.alike import global_hooks_left_out
 from gpipebal.profiler.step.loss import LossChain, describe_loss, loss_failed
 from gpipebal.profiler.step.optimizer import Maker
+from gpipebal.profiler.times.rounds import Times
 from gpipebal.rates import DeviceRates
 
 __all__ = ["estimate_gather", "estimate_loss", "estimate_optimizer"]
@@ -69,14 +70,12 @@ def estimate_loss(
         if str(error).startswith("the loss cannot be estimated"):
             raise
         raise loss_failed(error) from error.__cause__
-    described = describe_loss(
-        memory,
-        layer,
-        forward=[costs.forward_time],
-        backward=[costs.backward_time],
-        without_graph=[costs.no_grad_forward_time],
-        flops=costs.flops,
+    times = Times(
+        loss_forward=[costs.forward_time],
+        loss_backward=[costs.backward_time],
+        loss_without_graph=[costs.no_grad_forward_time],
     )
+    described = describe_loss(memory, layer, times, costs.flops)
     described = replace(
         described,
         forward_host_time=costs.forward_host_time,

@@ -17,7 +17,6 @@ from torch.nn.parameter import is_lazy
 
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.layers.attributes import attributes_of
-from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profiler.replicas.compiled import compile_alike
 from gpipebal.profiler.replicas.copying import buffer_like, copy_layer, parameter_like
 
@@ -25,7 +24,6 @@ __all__ = [
     "check_not_lazy",
     "kept_by",
     "layer_of_tensors",
-    "parameter_bytes",
     "replicate",
     "stand_ins",
 ]
@@ -121,11 +119,6 @@ def _flatten(replica: nn.Module) -> None:
             weights = part.parameters(recurse=False)
             if len({weight.untyped_storage().data_ptr() for weight in weights}) > 1:
                 part.flatten_parameters()
-
-
-def parameter_bytes(layer: nn.Module) -> int:
-    """Count the bytes of a layer's parameters."""
-    return sum(bytes_of(parameter) for parameter in layer.parameters())
 
 
 def layer_of_tensors(layers: Sequence[nn.Module]) -> dict[int, int]:

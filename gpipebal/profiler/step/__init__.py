@@ -2,5 +2,5 @@
 
 Read in this order: `loss` (measured as one more layer), `gathered` (joined outputs, and the loss
 over all of them), `alike` (an optimizer like another one), `optimizer` (optimizers of stand-ins),
-`step` (their steps, and joining).
+`step` (their steps).
 """

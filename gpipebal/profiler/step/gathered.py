@@ -20,9 +20,8 @@ from gpipebal.profiler.chain.gradients import needs_gradient
 from gpipebal.profiler.chain.numbers import Numbers
 from gpipebal.profiler.chain.outputs import Outputs
 from gpipebal.profiler.memory.layer_memory import LayerMemory
-from gpipebal.profiler.replicas.replica import parameter_bytes
 from gpipebal.profiler.step.loss import measure_whole_loss, tensors_of
-from gpipebal.profiler.step.step import measure_gather
+from gpipebal.profiler.step.step import median_time
 
 __all__ = ["GatheredTerms", "measure_gathered", "most_bytes", "scaled_gathered", "try_gathered"]
 
@@ -74,7 +73,7 @@ def measure_gathered(
     Raises:
         ProfileError: the loss failed.
     """
-    seconds = measure_gather(outputs, device)
+    seconds = median_time(outputs.joined, device)
     if loss_fn is None:
         return seconds, None, ()
     loss, gathered = measure_whole_loss(loss_fn, target, outputs, numbers, device)
@@ -84,7 +83,7 @@ def measure_gathered(
 def most_bytes(layers: Sequence[nn.Module], memory: Sequence[LayerMemory]) -> int:
     """Return the most that one layer needs: parameters, gradients, and what it makes."""
     return max(
-        2 * parameter_bytes(layer) + found.forward_peak_bytes + found.peaks.new
+        2 * sum(map(bytes_of, layer.parameters())) + found.forward_peak_bytes + found.peaks.new
         for layer, found in zip(layers, memory, strict=True)
     )
 
@@ -115,7 +114,7 @@ def scaled_gathered(
     share = sum(sizes) / max(1, sizes[0])
     if len(sizes) < 3 or COPIES * n_bytes * share <= free_bytes:
         return None
-    seconds = measure_gather(replace(outputs, sizes=sizes[:2]), device) * len(sizes) / 2
+    seconds = median_time(replace(outputs, sizes=sizes[:2]).joined, device) * len(sizes) / 2
     if loss is None:
         return seconds, None, ()
 

@@ -15,7 +15,7 @@ from gpipebal.pipeline.values.microbatch import flatten
 from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profile import LayerProfile
 from gpipebal.profiler.chain.chain import Chain
-from gpipebal.profiler.chain.clock import Span, seconds_of, synchronize
+from gpipebal.profiler.chain.clock import synchronize
 from gpipebal.profiler.chain.failures import said
 from gpipebal.profiler.chain.numbers import Arrived, Numbers
 from gpipebal.profiler.chain.outputs import Outputs
@@ -24,6 +24,7 @@ from gpipebal.profiler.memory.flops import FlopCounter
 from gpipebal.profiler.memory.layer_memory import LayerMemory
 from gpipebal.profiler.memory.storages import measure_layer_memory
 from gpipebal.profiler.replicas.replica import replicate
+from gpipebal.profiler.times.rounds import Times
 
 __all__ = [
     "LossChain",
@@ -32,7 +33,6 @@ __all__ = [
     "loss_chain",
     "loss_failed",
     "measure_whole_loss",
-    "spread_of",
 ]
 
 #: Repeats of the loss over the whole mini-batch; the median counts.
@@ -101,33 +101,26 @@ def loss_chain(
 
 
 def describe_loss(
-    memory: LayerMemory,
-    layer: LossLayer,
-    *,
-    forward: Sequence[float],
-    backward: Sequence[float],
-    without_graph: Sequence[float],
-    flops: int | None,
+    memory: LayerMemory, layer: LossLayer, times: Times, flops: int | None
 ) -> LayerProfile:
     """Describe a loss as a layer; its buffers are the target.
 
     Args:
         memory: Its memory.
         layer: The loss.
-        forward: Seconds of each forward.
-        backward: Seconds of each backward.
-        without_graph: Seconds of each forward without a graph.
+        times: Has its times.
         flops: Its floating-point operations.
     """
+    forward, backward = times.loss_forward, times.loss_backward
     return LayerProfile(
         name="loss",
         kind=getattr(layer.loss_fn, "__name__", type(layer.loss_fn).__name__),
         forward_time=statistics.median(forward),
         backward_time=statistics.median(backward),
         recompute_time=statistics.median(forward),
-        forward_spread=spread_of(forward),
-        backward_spread=spread_of(backward),
-        no_grad_forward_time=statistics.median(without_graph),
+        forward_spread=_spread_of(forward),
+        backward_spread=_spread_of(backward),
+        no_grad_forward_time=statistics.median(times.loss_without_graph),
         flops=flops,
         buffer_bytes=sum(map(bytes_of, layer.target_tensors)),
         outputs=memory.outputs,
@@ -173,29 +166,13 @@ def measure_whole_loss(
         memory, _ = measure_layer_memory(chain, 0, arrived, numbers, layer.target_tensors)
         with FlopCounter() as counter:
             chain.forget()
-        forward: list[float] = []
-        backward: list[float] = []
-        without: list[float] = []
+        times = Times()
         for repeat in range(REPEATS + 1):
-            times: tuple[list[Span], list[Span | None], list[Span]] = [], [], []
             synchronize(device)
-            chain.backward(*chain.record(times[0]), times[1])
-            chain.forget(times[2])
-            if repeat:  # the first warms up
-                forward += seconds_of(times[0])
-                backward += seconds_of(times[1])
-                without += seconds_of(times[2])
+            (times if repeat else Times()).run_loss(chain, value)  # the first warms up
     except ProfileError as error:
         raise loss_failed(error) from error.__cause__
-    described = describe_loss(
-        memory,
-        layer,
-        forward=forward,
-        backward=backward,
-        without_graph=without,
-        flops=counter.total,
-    )
-    return described, arrived.storages
+    return describe_loss(memory, layer, times, counter.total), arrived.storages
 
 
 def loss_failed(error: ProfileError) -> ProfileError:
@@ -209,7 +186,7 @@ def loss_failed(error: ProfileError) -> ProfileError:
     )
 
 
-def spread_of(values: Sequence[float]) -> float:
+def _spread_of(values: Sequence[float]) -> float:
     """Return the interquartile range of some values."""
     if len(values) < 2:
         return 0.0

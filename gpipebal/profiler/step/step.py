@@ -1,4 +1,4 @@
-"""What a training step costs besides the layers and the loss: gather and optimizer."""
+"""What the step of an optimizer costs: its time, its state, and what it needs temporarily."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profiler.chain.clock import synchronize
 from gpipebal.profiler.chain.failures import said
-from gpipebal.profiler.chain.outputs import Outputs
 from gpipebal.profiler.step.alike import global_hooks_left_out
 from gpipebal.profiler.step.optimizer import Maker
 from gpipebal.units import format_bytes
@@ -24,8 +23,8 @@ from gpipebal.units import format_bytes
 __all__ = [
     "OptimizerPeaks",
     "StandInsError",
-    "measure_gather",
     "measure_optimizer",
+    "median_time",
     "optimizer_peaks",
     "optimizer_state_bytes",
 ]
@@ -36,16 +35,6 @@ REPEATS = 5
 LARGEST_STEPPED = 2**28
 #: Bytes that no cache holds: writing this many leaves nothing else in it.
 BEYOND_CACHES = 2**26
-
-
-def measure_gather(outputs: Outputs, device: torch.device) -> float:
-    """Return the seconds to join the outputs of all micro-batches, stand-ins for them.
-
-    Args:
-        outputs: Outputs of the micro-batches.
-        device: Where they are.
-    """
-    return _median_time(outputs.joined, device)
 
 
 class StandInsError(Exception):
@@ -274,7 +263,7 @@ def _time_of_share(
         beyond = BEYOND_CACHES if one_of is None else min(BEYOND_CACHES, n_bytes)
         elsewhere = torch.empty(beyond // 4, dtype=torch.float32, device=device)
         with global_hooks_left_out():
-            seconds = _median_time(run_step, device, prepare)
+            seconds = median_time(run_step, device, prepare)
     except Exception as error:
         raise ProfileError(
             f"the optimizer failed: {said(error)}\n"
@@ -288,7 +277,7 @@ def _bytes_in(maker: Maker, places: Sequence[int]) -> int:
     return sum(bytes_of(maker.parameters[place]) for place in places)
 
 
-def _median_time(
+def median_time(
     work: Callable[[], Any], device: torch.device, prepare: Callable[[], None] = lambda: None
 ) -> float:
     """Clock some work; `prepare` runs before each repeat, and is not clocked."""

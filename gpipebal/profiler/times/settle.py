@@ -60,8 +60,7 @@ def settle_rounds(layers: Sequence[Sequence[float]], whole: Sequence[float]) -> 
         whole: For each round, the seconds of the chain in one piece; empty: it never ran in one
             piece, and there is nothing to compare with.
     """
-    table = np.asarray(layers, dtype=np.float64)
-    times = np.nanmedian(table, axis=0)
+    table, times = np.asarray(layers, dtype=np.float64), _medians(layers)
     spread = np.subtract(*np.nanpercentile(table, [75, 25], axis=0))
     rounds = int((~np.isnan(table)).sum(axis=0).min())
     if not len(whole):
@@ -101,7 +100,7 @@ def settle_launches(
     """
     if not len(layers):
         return None
-    times = np.nanmedian(np.asarray(layers, dtype=np.float64), axis=0)
+    times = _medians(layers)
     if not len(whole):
         return times
     return settle(times, min(float(times.sum()), float(np.median(whole))))
@@ -125,9 +124,14 @@ def whole_again(
     """
     if not len(whole) or not len(again) or not len(layers):
         return list(whole)
-    later = np.nanmedian(np.asarray(again, dtype=np.float64), axis=0).sum()
-    first = np.nanmedian(np.asarray(layers, dtype=np.float64), axis=0).sum()
-    return [max(0.0, float(seconds + later - first)) for seconds in whole]
+    longer = _medians(again).sum() - _medians(layers).sum()
+    return [max(0.0, float(seconds + longer)) for seconds in whole]
+
+
+def _medians(rounds: Sequence[Sequence[float]]) -> NDArray[np.float64]:
+    """Return the median of each layer's seconds."""
+    medians: NDArray[np.float64] = np.nanmedian(np.asarray(rounds, dtype=np.float64), axis=0)
+    return medians
 
 
 def settle(times: NDArray[np.float64], whole: float) -> NDArray[np.float64]:
