@@ -7,7 +7,6 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import add
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -221,10 +220,7 @@ def optimizer_memory(
         return OptimizerMemory()
     owner = layer_of_tensors(modules)
     places = [owner[id(parameter)] for parameter in maker.parameters]
-
-    def by_layer(known: Sequence[int], join: Callable[[int, int], int]) -> list[int]:
-        return _by_layer(places, len(modules), known, join)
-
+    by_layer = partial(_by_layer, places, len(modules))
     state, why = _on_stand_ins(partial(optimizer_state_bytes, maker))
     peaks, why_no_peaks = _on_stand_ins(partial(optimizer_peaks, maker, device_type))
     doubts = []
@@ -242,48 +238,39 @@ def optimizer_memory(
         )
     found = OptimizerMemory()
     if peaks is not None and peaks.together:
-        found = OptimizerMemory(peaks=by_layer(peaks.bytes, add), together=True)
+        found = OptimizerMemory(peaks=by_layer(peaks.bytes), together=True)
     elif peaks is not None:
         found = _in_turn(peaks, places, len(modules))
-    return found._replace(
-        state=None if state is None else by_layer(state, add), doubts=tuple(doubts)
-    )
+    return found._replace(state=None if state is None else by_layer(state), doubts=tuple(doubts))
 
 
-def _by_layer(
-    places: Sequence[int], n_layers: int, known: Sequence[int], join: Callable[[int, int], int]
-) -> list[int]:
-    """Join what is known of parameters, which belong to the layers in these places."""
+def _by_layer(places: Sequence[int], n_layers: int, known: Sequence[int]) -> list[int]:
+    """Add up what is known of parameters, which belong to the layers in these places."""
     found = [0] * n_layers
     for k, n_bytes in zip(places, known, strict=True):
-        found[k] = join(found[k], n_bytes)
+        found[k] += n_bytes
     return found
 
 
 def _in_turn(peaks: OptimizerPeaks, places: Sequence[int], n_layers: int) -> OptimizerMemory:
     """Describe an optimizer that steps one parameter, or one group, after the other."""
-    # What is stepped at once leaves nothing.
-    after = list(zip(peaks.bytes, peaks.left, peaks.before, peaks.at_once, strict=True))
-    own = [0 if group is not None else n + left for n, left, _, group in after]
-    is_inside = [
-        before is not None and places[before] == place
-        for (_, _, before, _), place in zip(after, places, strict=True)
-    ]
-    within = [
-        n if is_in else max(0, n - left)
-        for n, (_, left, _, _), is_in in zip(own, after, is_inside, strict=True)
-    ]
-    whole, inside = (_by_layer(places, n_layers, known, max) for known in (own, within))
-    groups = []
-    for one in dict.fromkeys(group for group in peaks.at_once if group is not None):
-        known = [n if group == one else 0 for n, _, _, group in after]
-        groups.append(tuple(_by_layer(places, n_layers, known, add)))
-        whole, inside = ([*map(max, most, groups[-1])] for most in (whole, inside))
+    # With what the parameter before has left: wherever that is, and of the same layer only.
+    whole, inside = [0] * n_layers, [0] * n_layers
+    groups: dict[Any, list[int]] = {}
+    for k, n_bytes, left, before, group in zip(places, *peaks, strict=True):
+        if group is not None:  # what is stepped at once leaves nothing
+            groups.setdefault(group, [0] * n_layers)[k] += n_bytes
+            continue
+        is_inside = before is not None and places[before] == k
+        whole[k] = max(whole[k], n_bytes + left)
+        inside[k] = max(inside[k], n_bytes + left * is_inside)
+    for sums in groups.values():
+        whole, inside = (list(map(max, most, sums)) for most in (whole, inside))
     return OptimizerMemory(
         peaks=inside,
         carried=[more - n_bytes for more, n_bytes in zip(whole, inside, strict=True)],
         # Of one layer alone the peak says it all.
-        groups=tuple(group for group in groups if sum(map(bool, group)) > 1),
+        groups=tuple(tuple(sums) for sums in groups.values() if sum(map(bool, sums)) > 1),
     )
 
 
