@@ -97,12 +97,13 @@ def read_trial(
     beside = _beside_cells(profile, chunks, together, Durations(**cells), turns)
     overhead = max(0.0, median(beside.gaps)) + fmean(overheads.values())
     if alone is not None:
-        sums = {name: [factors[name] * time for time in predicted[name]] for name in KINDS}
-        placed = [
-            _makespan(sums, alone, overhead, n, chunks, way.mode, turns)
-            for way in together
-            if not way.inside
-        ]
+        sums = Durations(
+            **{name: tuple(factors[name] * time for time in predicted[name]) for name in KINDS}
+        )
+        sums = sums if turns is None else sums.turning(turns)
+        side_by_side = sums.longer_by(overhead)
+        by_themselves = sums.scaled(alone).longer_by(overhead)
+        placed = _placed(together, chunks, side_by_side, by_themselves)
         # Whatever the single cells tell, the predicted steps must take as long as those that ran.
         pairs = zip(beside.spans, placed, strict=True)
         ratios = [median(times) / time for times, time in pairs if time]
@@ -198,26 +199,18 @@ def _beside_cells(
     return _Beside(gaps, around, spans, inside)
 
 
-def _makespan(
-    sums: Mapping[str, Sequence[float]],
-    alone: Mapping[str, float],
-    overhead: float,
-    n_partitions: int,
-    chunks: int,
-    mode: CheckpointMode,
-    turns: Mapping[str, float] | None,
-) -> float:
-    """Place a step, without the pause between its phases."""
-    together = Durations(**{name: tuple(sums[name]) for name in KINDS})
-    if turns is not None:
-        together = together.turning(turns)
-    return place_sharing(
-        make_schedule("gpipe", n_partitions, chunks, mode),
-        together.longer_by(overhead),
-        together.scaled(alone).longer_by(overhead),
-        n_partitions,
-        pause=0.0,
-    ).makespan
+def _placed(
+    ways: Sequence[Traced], chunks: int, together: Durations, alone: Durations
+) -> list[float]:
+    """Place a step of each way, without the pause between its phases; return the makespans."""
+    n = together.n_partitions
+    return [
+        place_sharing(
+            make_schedule("gpipe", n, chunks, way.mode), together, alone, n, pause=0.0
+        ).makespan
+        for way in ways
+        if not way.inside
+    ]
 
 
 def _means(

@@ -43,12 +43,7 @@ WORK = "FRB"
 #: the first one of its kind in a step. A recompute counts as a forward.
 STRAIGHT, TURNED, FIRST = "straight", "turned", "first"
 #: Kinds of one pressure.
-_PRESSES_AS = {
-    "forward": "forward",
-    "no_grad_forward": "forward",
-    "recompute": "forward",
-    "backward": "backward",
-}
+_PRESSES_AS = {name: "backward" if name == "backward" else "forward" for name in KINDS}
 
 
 @dataclass
