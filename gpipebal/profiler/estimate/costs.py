@@ -97,7 +97,6 @@ class OperationCosts(ThreadedDispatchMode):
     Attributes:
         seconds: Time on the device.
         flops: Floating-point operations of matrix products, convolutions and attention.
-        n_bytes: Bytes read and written.
         launches: Operations that the device is given.
         operations: Names of all operations that ran; for those that normalise half precision, also
             a name with a suffix that says so.
@@ -108,7 +107,6 @@ class OperationCosts(ThreadedDispatchMode):
         self.rates = rates
         self.seconds = 0.0
         self.flops = 0
-        self.n_bytes = 0
         self.launches = 0
         self.operations: set[str] = set()
 
@@ -141,7 +139,6 @@ class OperationCosts(ThreadedDispatchMode):
         packet = _SAME_FLOPS.get(name, func.overloadpacket)
         flops = flops_of_operation(packet, args, kwargs, result)
         self.flops += flops
-        self.n_bytes += n_bytes
         self.launches += 1
         arithmetic = flops / self._rate(name, inputs) if flops else 0.0
         self.seconds += self.rates.launch_time + max(arithmetic, n_bytes / self.rates.bandwidth)
@@ -222,15 +219,12 @@ def _bytes_of(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
         return 3 * sum(map(_extent, inputs[1:]))
     if name in _TABLES:
         table, indices = (inputs[place] for place in _TABLES[name])
-        looked_up = min(indices.numel() * _bytes_per_row(table), _extent(table))
+        of_row = table.shape[1] * table.element_size()
+        looked_up = min(indices.numel() * of_row, _extent(table))
         beside = sum(_extent(tensor) for tensor in inputs if tensor is not table)
         return beside + looked_up + (looked_up if name.endswith("_") else written)
     first = 1 if name in _WRITERS else 0
     return written + sum(map(_extent, inputs[first:]))
-
-
-def _bytes_per_row(table: Tensor) -> int:
-    return table.shape[1] * table.element_size()
 
 
 def _extent(tensor: Tensor) -> int:

@@ -70,17 +70,16 @@ def estimate_training(
     wanted = choose_rows(rows, sizes[0], sum(sizes))
     _check_autocast(device)
     left_out: dict[str, str] = {}
-    reasons: dict[str, tuple[str, ...]] = {}
     others: list[Profile] = []
     n_walks = len(training.layers) * (1 + len(wanted))
 
     def walk() -> tuple[_Work, Profile]:
         with _undisturbed(), progress_bar("estimating", n_walks, progress) as told:
             work = _Work(training, device, told)
-            main = work.at(sizes, reasons)
+            main = work.at(sizes)
             for size in wanted:
                 try:
-                    others.append(work.at([size] * len(sizes), reasons))
+                    others.append(work.at([size] * len(sizes)))
                 except GpipebalError as error:
                     if rows is not None:
                         raise
@@ -103,9 +102,9 @@ def estimate_training(
             "has_flash": device.has_flash,
             "source": device.source or "given by the user",
         },
-        "approximate": {name: list(why) for name, why in sorted(reasons.items())},
+        "approximate": {name: list(why) for name, why in sorted(work.reasons.items())},
         "left_out": left_out,
-        "flags": [*_flags(reasons, left_out), *work.doubts],
+        "flags": [*_flags(work.reasons, left_out), *work.doubts],
         "layers_run": work.walk.n_run,
         "threads": None,
         "dtype": main_dtype(training.modules),
@@ -140,12 +139,18 @@ class _Work:
         training: The chain, and how it is trained.
         rates: Rates of the device.
         told: Called after each layer.
+
+    Attributes:
+        walk: Walks along the chain.
+        reasons: Why the memory of layers is approximate, by their names.
+        doubts: Flags about the optimizer and the loss.
     """
 
     def __init__(self, training: Training, rates: DeviceRates, told: Callable[[], None]) -> None:
         self.names, self.modules = training.names, training.modules
         self.data, self.loss_fn, self.rates = training.data, training.loss_fn, rates
         self.walk = Walk(training, rates, told)
+        self.reasons: dict[str, tuple[str, ...]] = {}
         maker = training.maker()
         self._memory = optimizer_memory(maker, self.modules, self.rates.device_type)
         self._optimizer_time = None if maker is None else estimate_optimizer(maker, self.rates)
@@ -154,7 +159,6 @@ class _Work:
             self.doubts.append(
                 f"the optimizer's time is not known: {maker.name} cannot step without values"
             )
-
         self._undivided: str | None = None
         if self.loss_fn is not None and self.data.target is not None:
             try:
@@ -162,12 +166,11 @@ class _Work:
             except GpipebalError as error:
                 self._undivided = str(error).splitlines()[0]
 
-    def at(self, sizes: Sequence[int], reasons: dict[str, tuple[str, ...]]) -> Profile:
+    def at(self, sizes: Sequence[int]) -> Profile:
         """Estimate a mini-batch of micro-batches of these rows, by the first of them.
 
         Args:
             sizes: Rows of each micro-batch.
-            reasons: Receives, by layer, the reasons why its memory is approximate.
 
         Returns:
             A profile without provenance.
@@ -177,10 +180,10 @@ class _Work:
         outputs, numbers = found.outputs, found.numbers
         for name, of_layer in zip(self.names, costs, strict=True):
             if of_layer.approximate:
-                reasons[name] = of_layer.approximate
+                self.reasons[name] = of_layer.approximate
         loss = None
         if self._undivided is None:
-            loss = self._loss(sizes[:1], outputs, numbers, reasons)
+            loss = self._loss(sizes[:1], outputs, numbers)
         else:
             rows = count(sizes[0], "row")
             self.doubts.append(f"the loss is not measured at {rows}: {self._undivided}")
@@ -191,7 +194,7 @@ class _Work:
         if self.loss_fn is not None:
             joined = Arrived.behind(outputs, value, numbers)
             gathered = joined.storages
-            whole_loss = self._loss(sizes, joined, numbers, reasons)
+            whole_loss = self._loss(sizes, joined, numbers)
         return Profile(
             layers=layers,
             storages=tuple(numbers.bytes),
@@ -215,11 +218,7 @@ class _Work:
         )
 
     def _loss(
-        self,
-        sizes: Sequence[int],
-        outputs: Arrived,
-        numbers: Numbers,
-        reasons: dict[str, tuple[str, ...]],
+        self, sizes: Sequence[int], outputs: Arrived, numbers: Numbers
     ) -> LayerProfile | None:
         if self.loss_fn is None:
             return None
@@ -228,7 +227,7 @@ class _Work:
             target = self.data.target.without_memory(sum(sizes), self.data.rows).value
         loss, why = estimate_loss(self.loss_fn, target, outputs, numbers, self.rates)
         if why:
-            reasons["loss"] = why
+            self.reasons["loss"] = why
         return replace(loss, **bytes_of_loss(self.loss_fn, self.modules, self.rates.device_type))
 
     def _layers(self, found: Survey, costs: Sequence[Costs]) -> tuple[LayerProfile, ...]:
