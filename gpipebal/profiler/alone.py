@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpipebal.errors import GpipebalError
 from gpipebal.pipeline.process.eager import run_eagerly
@@ -137,24 +137,20 @@ def walk_alone(
     return bench.notes
 
 
+@dataclass
 class _Bench:
-    """The device, to which one layer comes after the other; arguments are those of `walk_alone`.
+    """The device, to which one layer comes after the other; see the arguments of `walk_alone`.
 
     Attributes:
         notes: Flags: the sizes that were given up, and why.
     """
 
-    def __init__(
-        self,
-        training: Training,
-        walks: list[SizeWalk],
-        device: torch.device,
-        pace: Pace,
-        all_sizes: bool,
-    ) -> None:
-        self.notes: list[str] = []
-        self._training, self._walks, self._device = training, walks, device
-        self._pace, self._all_sizes = pace, all_sizes
+    training: Training
+    walks: list[SizeWalk]
+    device: torch.device
+    pace: Pace
+    all_sizes: bool
+    notes: list[str] = field(default_factory=list)
 
     def pass_layer(self, k: int, *, notes_reads: bool) -> set[str] | None:
         """Examine and measure a layer at all sizes, and go on after it.
@@ -162,15 +158,17 @@ class _Bench:
         Returns:
             Which of its attributes it has read; None: that is not noted.
         """
-        name, module = self._training.names[k], self._training.modules[k]
+        name, module = self.training.names[k], self.training.modules[k]
         # A copy of its own: it does no harm if a layer writes to its parameters.
-        replica = replicate([name], [module], self._device, private=(0,))[0]
+        replica = replicate([name], [module], self.device, private=(0,))[0]
         subjects: dict[int, Subject] = {}
         with _reading(notes_reads) as reads:
-            if not self._training.keep_modes:
+            if not self.training.keep_modes:
                 replica.train()  # what its parts do then may depend on its options
-            for i, walk in enumerate(self._walks):
-                chain = self._chain(k, replica, walk.arrived.value)
+            for i, walk in enumerate(self.walks):
+                # Its input comes to the device for every round: only one size is there at a time.
+                start = walk.arrived.value
+                chain = self.training.chain_of(k, replica, self.device, start)
                 if subjects:
                     chain.written = subjects[0].chain.written
                 try:
@@ -183,25 +181,10 @@ class _Bench:
                     self._give_up(i, error)
                 else:
                     subjects[i] = Subject(chain)
-        for i, times in _rounds(subjects, self._pace, self._give_up).items():
-            self._walks[i].times.append(times)
-        self._walks[:] = [self._walks[i] for i in subjects]
+        for i, times in _rounds(subjects, self.pace, self._give_up).items():
+            self.walks[i].times.append(times)
+        self.walks[:] = [self.walks[i] for i in subjects]
         return reads
-
-    def _chain(self, k: int, replica: nn.Module, start: Value) -> Chain:
-        """Make a chain of a layer; its input comes to the device for every round.
-
-        So only one size is there at a time.
-        """
-        return Chain(
-            [self._training.names[k]],
-            [replica],
-            self._device,
-            start,
-            routes=self._training.routes,
-            first=k,
-            out_dims=self._training.out_dims_of(k),
-        )
 
     def _survey(self, walk: SizeWalk, chain: Chain, *, finds_written: bool) -> None:
         """Find out all about a layer that needs no repeats, and go on after it.
@@ -212,16 +195,16 @@ class _Bench:
             finds_written: Whether to find out the inputs that it writes to.
         """
         with memory_for(f"the input of layer {chain.names[0]!r}"):
-            arrived = moved(walk.arrived, self._device, only=chain.pops[0])
+            arrived = moved(walk.arrived, self.device, only=chain.pops[0])
         if finds_written:
             chain.find_written(0, arrived.value)
         walk.arrived = moved(walk.trail.pass_layer(chain, 0, arrived), _HOST)
 
     def _give_up(self, i: int, error: GpipebalError) -> None:
         # Only its text is kept: its traceback holds all that the layer had made.
-        if self._all_sizes or not i:
+        if self.all_sizes or not i:
             raise error
-        self.notes.append(left_out(self._walks[i].rows, error))
+        self.notes.append(left_out(self.walks[i].rows, error))
 
 
 @contextmanager

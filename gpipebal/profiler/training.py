@@ -13,9 +13,10 @@ from gpipebal.errors import ProfileError
 from gpipebal.pipeline.layers.chain import check_keyword_dims, check_keywords
 from gpipebal.pipeline.minibatch.loss import check_loss
 from gpipebal.profiler.chain.batch import Batch
+from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.data import Data
 from gpipebal.profiler.chain.failures import memory_for
-from gpipebal.profiler.chain.value import SkipEnds
+from gpipebal.profiler.chain.value import SkipEnds, Value
 from gpipebal.profiler.setting import layers_of
 from gpipebal.profiler.step.optimizer import Maker, OptimizerLike
 from gpipebal.schedule import check_count
@@ -105,6 +106,25 @@ class Training:
     def out_dims_of(self, k: int) -> Any:
         """Return the dimension along which outputs of layer k are joined; None: they are not."""
         return self.data.joined_dims if k == len(self.layers) - 1 else None
+
+    def chain_of(self, k: int, layer: nn.Module, device: torch.device, start: Value) -> Chain:
+        """Make a chain of a single layer, in its place in the whole chain.
+
+        Args:
+            k: Index of the layer.
+            layer: What runs instead of it.
+            device: Where that is.
+            start: Its input.
+        """
+        return Chain(
+            [self.names[k]],
+            [layer],
+            device,
+            start,
+            routes=self.routes,
+            first=k,
+            out_dims=self.out_dims_of(k),
+        )
 
     def maker(self) -> Maker | None:
         """Return a maker of optimizers like the caller's; None: there is no optimizer.

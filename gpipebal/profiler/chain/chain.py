@@ -109,17 +109,11 @@ class Chain:
 
     def inputs(self, k: int, value: Value) -> list[Any]:
         """Return the leaves that go into layer k: its input, then what it pops."""
-        leaves = list(value.leaves)
-        for key in self.pops[k]:
-            leaves += value.skips[key][0]
-        return leaves
+        return value.leaves_with(self.pops[k])
 
     def outputs(self, k: int, value: Value) -> list[Any]:
         """Return the leaves that came out of layer k: its output, then what it stashed."""
-        leaves = list(value.leaves)
-        for key in self.stashes[k]:
-            leaves += value.skips[key][0]
-        return leaves
+        return value.leaves_with(self.stashes[k])
 
     def gradients(self, k: int, value: Value) -> list[Tensor | None]:
         """Make random gradients for what came out of layer k.

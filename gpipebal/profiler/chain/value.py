@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -59,6 +59,10 @@ class Value:
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None and leaf._is_view()
         ]
         return cls(leaves, structure, views=frozenset(views))
+
+    def leaves_with(self, keys: Iterable[Key]) -> list[Any]:
+        """Return its leaves, followed by those of some skips."""
+        return [*self.leaves, *(leaf for key in keys for leaf in self.skips[key][0])]
 
     def without_graph(self) -> Value:
         """Let go of the graph that it came from."""

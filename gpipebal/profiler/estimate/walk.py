@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
-from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers
 from gpipebal.profiler.chain.value import Value
 from gpipebal.profiler.estimate.backends import acting_as, note_fast_paths
@@ -184,15 +183,7 @@ class Walk:
             inner.new(n_bytes[number])
         constants = Constants(tensors_reached(layer))
         with without_values(f"layer {name!r}"), acting_as_device(self._rates) as notes, constants:
-            chain = Chain(
-                [name],
-                [layer],
-                META,
-                value,
-                routes=self._training.routes,
-                first=k,
-                out_dims=self._training.out_dims_of(k),
-            )
+            chain = self._training.chain_of(k, layer, META, value)
             chain.find_written(0, value)
             costs = find_costs(chain, value, self._rates)
             memory, passed = measure_layer_memory(chain, 0, here, inner, constants.stand_ins)
