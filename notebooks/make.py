@@ -4,8 +4,8 @@ The text (``NN-name.py``, in jupytext's percent format) is what is edited; the `
 from it:
 
     pip install '.[notebooks]'
-    python notebooks/make.py            all of them
-    python notebooks/make.py 03 05      some
+    python notebooks/make.py            # all of them
+    python notebooks/make.py 03 05      # some
 """
 
 from __future__ import annotations
@@ -62,10 +62,15 @@ def tidy(notebook: NotebookNode) -> None:
 
 def main(chosen: list[str]) -> None:
     """Make the notebooks whose names begin with one of these; none: all."""
-    for path in sorted(HERE.glob("[0-9][0-9]-*.py")):
+    texts = sorted(HERE.glob("[0-9][0-9]-*.py"))
+    for start in chosen:
+        if not any(path.name.startswith(start) for path in texts):
+            names = ", ".join(path.stem for path in texts)
+            sys.exit(f"no notebook's name begins with {start!r}.\nFix: one of {names}.")
+    for path in texts:
         if chosen and not path.name.startswith(tuple(chosen)):
             continue
-        start = time.perf_counter()
+        started = time.perf_counter()
         notebook = jupytext.read(path)
         NotebookClient(notebook, timeout=600, resources={"metadata": {"path": HERE}}).execute()
         for cell in notebook.cells:
@@ -76,7 +81,7 @@ def main(chosen: list[str]) -> None:
         tidy(notebook)
         target = path.with_suffix(".ipynb")
         nbformat.write(notebook, target)
-        seconds, size = time.perf_counter() - start, target.stat().st_size / 1024
+        seconds, size = time.perf_counter() - started, target.stat().st_size / 1024
         print(f"{target.name}: {len(notebook.cells)} cells, {seconds:.0f} s, {size:.0f} KiB")
 
 

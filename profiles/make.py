@@ -160,6 +160,9 @@ def main() -> None:
     if arguments.shrink is not None:
         save(Profile.load(arguments.shrink), arguments.shrink)
         return
+    names = [stored.name for stored in STORED]
+    if arguments.only and arguments.only.removesuffix(".json") not in names:
+        sys.exit(f"--only {arguments.only!r} is not known.\nFix: one of {', '.join(names)}.")
     for stored in STORED:
         if arguments.only and stored.name != arguments.only.removesuffix(".json"):
             continue
@@ -220,6 +223,8 @@ def make(stored: Stored, timeout: float | None = None) -> Profile:
     if stored.estimate is not None:
         terms |= {"method": "estimate", "rates": stored.estimate}
     elif stored.on_cuda:
+        if not torch.cuda.is_available():
+            sys.exit(f"{stored.name} is measured on CUDA.\nFix: run this where torch has CUDA.")
         found = torch.cuda.get_device_name()
         if "H100" not in found:
             sys.exit(

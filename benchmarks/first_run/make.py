@@ -1,6 +1,7 @@
 """Make the figures of the README: its example's plan, and two runs of the command.
 
-    python benchmarks/first_run/make.py
+    python benchmarks/first_run/make.py             # some minutes, on a quiet machine
+    python benchmarks/first_run/make.py --readme    # only the tables, from what is stored
 
 Writes plan.json (the plan of the README's example), report-except_last.json and
 report-never.json (the command's own reports), plan.png (the picture of the first), the table in
@@ -9,6 +10,7 @@ README.md, and the table in benchmarks/first_run/README.md.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shutil
@@ -29,9 +31,12 @@ MODES = ("except_last", "never")
 
 def main() -> None:
     """Run everything, and write the tables into the two README files."""
-    make_example_plan()
-    for mode in MODES:
-        make_run(mode)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--readme", action="store_true", help="only write the README's tables")
+    if not parser.parse_args().readme:
+        make_example_plan()
+        for mode in MODES:
+            make_run(mode)
     write_tables()
 
 

@@ -51,6 +51,8 @@ def test_readme_says_what_the_stored_result_says() -> None:
     """The README's tables are those of results.json."""
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert fill_in(readme, tables.blocks(_stored())) == readme
+    measured = json.loads((FOLDER / "measured.json").read_text(encoding="utf-8"))
+    assert fill_in(readme, two_devices.blocks(measured), "measured.json") == readme
 
 
 def test_stored_result_is_complete() -> None:

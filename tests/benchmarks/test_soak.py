@@ -163,6 +163,7 @@ def test_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     """The script ends with 0 if all is well, with 1 if something grew or a step failed."""
     script = runpy.run_path(str(FOLDER / "make.py"))
     monkeypatch.setattr(sys, "argv", ["make.py", "--steps", "3"])
+    monkeypatch.setattr(tables, "FEWEST_TO_JUDGE", 1)
     threads = torch.get_num_threads()
     monkeypatch.setattr(tables, "is_passed", lambda record: True)
     assert script["main"]() == 0
@@ -173,6 +174,14 @@ def test_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     with pytest.raises(ZeroDivisionError):
         script["main"]()
     torch.set_num_threads(threads)
+
+
+def test_few_steps_do_not_tell_whether_something_grew() -> None:
+    """Their first quarter still makes what is there once."""
+    grown = {"name": "Python objects", "first": 1.0, "last": 1e6, "bound": 300.0}
+    few = tables.FEWEST_TO_JUDGE - 1
+    assert tables.is_passed({"steps": few, "growth": [grown]})
+    assert not tables.is_passed({"steps": few + 1, "growth": [grown]})
 
 
 @pytest.mark.slow
