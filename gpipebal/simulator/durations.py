@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -248,7 +247,7 @@ def seconds_of(name: str, time: object) -> float:
     """
     number = plain_number(time)
     if not 0 <= number <= sys.float_info.max:
-        shown = time if math.isnan(number) else number
+        shown = number if number == number else time
         raise ProfileError(
             f"time is impossible: {name}={shown!r:.60} (expected finite seconds, 0 or more).\n"
             "Fix: correct the value, or profile the model again."
