@@ -63,7 +63,7 @@ class ModelEntry:
         """The smallest image that a micro-batch of one row can be trained on."""
         return max(self.smallest_image, self.description.image_size_of_one_row)
 
-    def configure(self, **values: Any) -> ModelEntry:
+    def configure(self, /, **values: Any) -> ModelEntry:
         """Return the entry of the same model with some arguments changed.
 
         Raises:

@@ -233,6 +233,8 @@ def test_unknown_arguments_are_refused() -> None:
         UsageError, match=r"L=3 \(expected B, C, depth, .*\).\nFix: B=5, or leave L"
     ):
         MODELS["unet"].configure(L=3)
+    with pytest.raises(UsageError, match=r"no such argument: self=1 \(expected B, C, depth"):
+        MODELS["unet"].configure(**{"self": 1})
 
 
 @pytest.mark.parametrize(
