@@ -41,8 +41,7 @@ def least_makespan(
     Args:
         search: Where to search.
         repeats: Number of micro-batches less one.
-        deadline: When it is up, the best split so far is returned, as soon as there is
-            one; None: no limit.
+        deadline: When it is up, the best split so far is returned, as soon as there is one.
 
     Complexity:
         A few searches and one table of N K ends for each box; the number of boxes depends on how

@@ -20,7 +20,7 @@ def least_bottleneck(search: Search, deadline: Deadline = NO_DEADLINE) -> BestPa
     """Make the slowest partition as fast as possible; None if there is no split.
 
     Ties are broken by the least sum of squared partition times, then by the leftmost cuts. Once the
-    clock is past `until` they are not, and what was found is returned with the bound so far.
+    `deadline` is up they are not, and what was found is returned with the bound so far.
 
     Complexity:
         That of `Search.smallest` and `most_even`.
