@@ -102,7 +102,6 @@ class Cell:
         self._seed = seed
         self._grad = grad
         self._protect = grad or input_is_shared
-        self._input_is_shared = input_is_shared
         self.checkpointed = checkpointed
         self._n_inputs = 0
         self._kind: Any = None
@@ -130,9 +129,7 @@ class Cell:
         self._n_inputs = len(packet.leaves)
         loss = None if tail is None else tail.kind
         self._kind = kind_of(self._mode, packet, state, protect=self._protect, loss=loss)
-        # Before the layers run: one may write to its input although the facts say that none does.
-        count = self.checkpointed or self._input_is_shared
-        versions = [*map(version_of, packet.leaves)] if count else []
+        versions = [*map(version_of, packet.leaves)] if self.checkpointed else []
         states: States | None = [] if self.checkpointed else None
         writes = ParameterWrites(self._partition.modules) if self.checkpointed else None
         randomness = OwnRandomness(self._seed, self._micro_batch, states)
@@ -151,8 +148,6 @@ class Cell:
                 note_gaps(error, packet.leaves)
             raise
         self._partition.check_writes(self._kind, packet)
-        if self._input_is_shared and [*map(version_of, packet.leaves)] != versions:
-            raise ModelError(_shared_message(self._partition.index))
         if writes is not None and any(result.needs_gradient):
             writes.end_forward()
             assert result.kept is not None and states is not None
@@ -312,32 +307,19 @@ def make_cells(
     return cells
 
 
-def _shared_message(partition: int) -> str:
-    """Say what to do about a write to an input that other micro-batches may have a part of."""
-    return (
-        f"an input of partition {partition} was written to, perhaps one that other micro-batches "
-        "read too, and was not when this kind of micro-batch was first seen.\n"
-        "Fix: let the layer that writes to it work on a clone(), or write always or never; then "
-        "run the mini-batch again, with the values that it had before."
-    )
-
-
 def _written_message(partition: int) -> str:
     """Say what to do about a write to the input of a checkpointed micro-batch."""
-    always = "let the first layer of a partition write to its input always or never"
     if not partition:
         return (
             "a checkpointed micro-batch cannot be recomputed: its input was written to after the "
             "forward.\n"
-            f"Fix: do not change the mini-batch before the backward, and {always}; or "
-            "checkpoint='never'."
+            "Fix: do not change the mini-batch before the backward; or checkpoint='never'."
         )
     return (
         f"a checkpointed micro-batch of partition {partition} cannot be recomputed: its input was "
         "written to after the forward, perhaps by a layer of this partition, or of one before it, "
         "that has kept the tensor.\n"
-        f"Fix: let layers keep a clone() of what they write to later, and {always}; or "
-        "checkpoint='never'."
+        "Fix: let layers keep a clone() of what they write to later; or checkpoint='never'."
     )
 
 

@@ -4,7 +4,7 @@ The same layers behave alike for every micro-batch of one kind, so three facts a
 on the first micro-batch of a new kind, and used from then on:
 
 * which of the boundary tensors the first layers write to (only those are copied, so that the
-  recompute and the neighbour still see them unharmed);
+  recompute and the neighbour still see them unharmed; `input_writes` finds layers that begin to);
 * which buffers the layers write to (only those, and small ones in any case, are copied for a
   recompute, which then starts from the same buffers as the forward, and leaves no trace in them:
   batch normalisation counts each micro-batch once);
@@ -20,7 +20,7 @@ Which outputs are copied before they are sent is decided in every forward (`retu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -50,6 +50,7 @@ from gpipebal.pipeline.values.tensors import version_of
 from gpipebal.pipeline.workers.blame import next_node, note_no_graph
 from gpipebal.pipeline.workers.facts import MOST_KINDS, Facts, was_written
 from gpipebal.pipeline.workers.inbox import InboxClosedError
+from gpipebal.pipeline.workers.input_writes import ONE_BY_ONE, LateWrites, Watch
 from gpipebal.skip.skippable import is_skippable
 from gpipebal.skip.tracker import Key, Skips, using
 
@@ -159,6 +160,7 @@ class Partition:
             [*self.modules, *self.unregistered], self.buffers, self.foreign_buffers
         )
         self._skips = any(map(is_skippable, self.modules))
+        self._late_writes = LateWrites(self.layers, self.index, self.describe)
 
     def give_up(self) -> None:
         """Start no other layer, and give the layers their buffers back: the worker hangs."""
@@ -203,9 +205,12 @@ class Partition:
         counts = self._returned.count(run.state)
         with run.state.entered(grad=record):
             leaves = packet.as_leaves(grad=record)
-            written = _perhaps_written(leaves, facts) if protect else ()
             try:
-                outputs, structure = flatten(self._run_on(leaves, written, packet, run))
+                outputs, structure = flatten(
+                    self._run_protected(leaves, packet, run, facts)
+                    if protect
+                    else self._run_layers(unflatten(leaves, packet.structure), run)
+                )
             except RuntimeError as error:
                 if not record and checkpointed:
                     note_no_graph(error)
@@ -290,10 +295,9 @@ class Partition:
         """
         facts = self._facts.get(run.kind)
         leaves = packet.as_leaves()
-        written = _perhaps_written(leaves, facts)
         self.buffers.check(kept)
         with run.state.entered(grad=True), self.buffers.replaced(kept):
-            outputs, _ = flatten(self._run_on(leaves, written, packet, run))
+            outputs, _ = flatten(self._run_protected(leaves, packet, run, facts))
         self.buffers.check_own()
         needs = which_need_gradient(outputs)
         # An output that was promised needlessly gets a gradient that goes nowhere.
@@ -320,16 +324,28 @@ class Partition:
             # The oldest: a dictionary keeps its order.
             self._facts.pop(next(iter(self._facts), None), None)
 
-    def _run_on(
-        self, leaves: Sequence[Any], written: Collection[int], packet: Packet, run: Pass
+    def _run_protected(
+        self, leaves: Sequence[Any], packet: Packet, run: Pass, facts: Facts | None
     ) -> Any:
-        """Run the layers on leaves of the input, and on copies of those that they write to.
+        """Run the layers on leaves of an input that is read again, and on copies where they write.
 
         The copies live no longer than the layers need them: no variable here holds them.
-        """
-        return self._run_layers(unflatten(copied(leaves, written), packet.structure), run)
 
-    def _run_layers(self, value: Any, run: Pass) -> Any:
+        Raises:
+            ModelError: a layer has begun to write to the input.
+        """
+        written, watch = self._late_writes.copied(packet, facts), Watch(packet.leaves)
+        try:
+            value = self._run_layers(
+                unflatten(copied(leaves, written), packet.structure), run, watch
+            )
+        except RuntimeError as error:
+            self._late_writes.check_error(error, self.running, packet)
+            raise
+        self._late_writes.check(watch, loss=run.tail is not None)
+        return value
+
+    def _run_layers(self, value: Any, run: Pass, watch: Watch | None = None) -> Any:
         forget_cached_weights(self.modules)
         randomness, tail, marks = run.randomness, run.tail, run.marks
         skips = None
@@ -347,6 +363,8 @@ class Partition:
                     if self.is_given_up:
                         raise InboxClosedError
                     self.running = k
+                    if watch is not None and k < ONE_BY_ONE:
+                        watch.look()
                     marks.append(next_node())
                     randomness.enter_layer(self.first + k)
                     if isinstance(value, Call):
@@ -360,6 +378,8 @@ class Partition:
                     marks.append(next_node())
                     randomness.enter_layer(self.first + k)
                     value = tail.run(value)
+                if watch is not None:
+                    watch.look()
         except BaseException as error:
             with suppress(Exception):  # the error's own class may refuse a note
                 error.add_note("before its first layer" if k < 0 else f"in {self.describe(k)}")
@@ -367,15 +387,6 @@ class Partition:
         if skips is not None and self.outgoing:
             return [value, *(skips.load(route.key) for route in self.outgoing)]
         return value
-
-
-def _perhaps_written(leaves: Sequence[Any], facts: Facts | None) -> Collection[int]:
-    """Return the indices of the leaves that layers write to, or may write to undetected."""
-    if facts is None:
-        return range(len(leaves))
-    # Tensors made in inference mode count no writes: an unchanged value once proves nothing.
-    uncounted = {k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_inference()}
-    return facts.written_inputs | uncounted
 
 
 def _may_need_gradient(leaf: Any) -> bool:

@@ -1,0 +1,163 @@
+"""Writes of layers to the input of their partition, which others read again.
+
+On the first micro-batch of a kind the layers work on copies, and the facts tell which leaves they
+write to. A layer may begin to do so later: a dropout in place whose probability is raised, or a
+layer with a switch. Where the first module says so beforehand its input is copied in any case. Any
+other write is noticed by the tensors' counts of writes, or refused by autograd; then the mini-batch
+fails, because the memory may be the caller's, and the partition copies this leaf from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from itertools import compress
+from typing import Any
+
+from torch import Tensor, nn
+
+from gpipebal.errors import ModelError
+from gpipebal.pipeline.values.microbatch import Packet
+from gpipebal.pipeline.workers.facts import Facts
+
+__all__ = ["ONE_BY_ONE", "LateWrites", "Watch"]
+
+#: So many layers are looked at one by one: who writes to an input is mostly one of the first. To
+#: look at each of many small ones would show in their times.
+ONE_BY_ONE = 3
+
+#: What torch says of a write to a leaf of autograd, or to a view of one.
+_REFUSAL = "leaf Variable that requires grad is being used in an in-place operation"
+
+
+class Watch:
+    """Counts the writes to the leaves of an input while the layers run.
+
+    Args:
+        leaves: The leaves; those that count no writes are left alone.
+    """
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self._counted = [isinstance(x, Tensor) and not x.is_inference() for x in leaves]
+        self._tensors: list[Tensor] = list(compress(leaves, self._counted))
+        self._counts: list[list[int]] = []
+
+    def look(self) -> None:
+        """Count before each of the first `ONE_BY_ONE` layers, and at the end."""
+        self._counts.append([one._version for one in self._tensors])
+
+    def writer(self) -> tuple[int, bool] | None:
+        """Return the layer that first wrote to a leaf, and whether it may be one after it.
+
+        None: no layer did.
+        """
+        first, last = self._counts[0], self._counts[-1]
+        if first == last:
+            return None
+        found = next(k for k, counts in enumerate(self._counts) if counts != first)
+        return found - 1, found == len(self._counts) - 1
+
+    def written(self) -> list[bool]:
+        """Tell of each leaf whether it was written to."""
+        both = zip(self._counts[0], self._counts[-1], strict=True)
+        changed = iter([before != after for before, after in both])
+        return [is_counted and next(changed) for is_counted in self._counted]
+
+
+class LateWrites:
+    """Leaves of a partition's input that are copied although the facts say nothing of writes.
+
+    Args:
+        layers: The partition's layers.
+        partition: Which partition it is.
+        describe: Names a layer, given by its index, in an error.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], partition: int, describe: Callable[[int], str]
+    ) -> None:
+        self._layers = layers
+        self._partition = partition
+        self._describe = describe
+        self._noticed: frozenset[int] = frozenset()
+
+    def copied(self, packet: Packet, facts: Facts | None) -> Collection[int]:
+        """Return the indices of the leaves that layers write to, or may write to undetected.
+
+        A write to memory that another value has too would not be seen there if it went to a copy:
+        such a leaf is not copied on suspicion, so that the write is noticed, and refused.
+        """
+        leaves = packet.leaves
+        if facts is None:
+            return range(len(leaves))
+        # Tensors made in inference mode count no writes: an unchanged value once proves nothing.
+        uncounted = {k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_inference()}
+        # Modules that work in place take one tensor.
+        late = self._noticed | {0} if _says_in_place(self._layers[0]) else self._noticed
+        return facts.written_inputs | uncounted | (late - packet.overlaps)
+
+    def check(self, watch: Watch, *, loss: bool) -> None:
+        """Make sure that no layer has written to the input itself.
+
+        Args:
+            watch: Has counted the writes.
+            loss: Whether a loss has followed the layers.
+
+        Raises:
+            ModelError: one has.
+        """
+        found = watch.writer()
+        if found is None:
+            return
+        self._notice(watch.written())
+        k, is_last = found
+        more = is_last and (loss or k < len(self._layers) - 1)
+        raise ModelError(
+            f"an input of partition {self._partition} was written to while {self._describe(k)} "
+            f"{'or one after it ' if more else ''}ran: by it, or by a layer of a later partition "
+            "to which this one passes it on. No layer wrote to it when this kind of micro-batch "
+            "was first seen.\n"
+            "Fix: run the mini-batch again, with the values that it had before: layers write to a "
+            "copy from now on. Or let the layer work on a clone()."
+        )
+
+    def check_error(self, error: RuntimeError, k: int, packet: Packet) -> None:
+        """Make sure that an error is not that of autograd about a write to the input.
+
+        Args:
+            error: What a layer raised.
+            k: Index of the layer.
+            packet: The input.
+
+        Raises:
+            ModelError: it is.
+        """
+        is_refusal = False
+        with suppress(Exception):  # the error's own class may refuse to be read
+            is_refusal = _REFUSAL in str(error)
+        if is_refusal:
+            self._notice(packet.needs_gradient)
+            # A parameter is a leaf too. If it was that, torch's own error comes the next time.
+            raise ModelError(
+                f"{self._describe(k)} writes to a tensor that requires a gradient, probably to an "
+                f"input of partition {self._partition}: no layer wrote to it when this kind of "
+                "micro-batch was first seen.\n"
+                "Fix: run the mini-batch again: layers write to a copy from now on. Or let the "
+                "layer work on a clone()."
+            ) from error
+
+    def _notice(self, written: Sequence[bool]) -> None:
+        self._noticed |= {k for k, is_written in enumerate(written) if is_written}
+
+
+def _says_in_place(layer: nn.Module) -> bool:
+    """Tell whether the first module in a layer says that it may write to its input.
+
+    Dropout in place writes where its probability is above zero, and never in evaluation mode.
+    """
+    while isinstance(layer, nn.Sequential) and type(layer).forward is nn.Sequential.forward:
+        inner = next(iter(layer._modules.values()), None)
+        if inner is None:
+            return False
+        layer = inner
+    return layer.training and layer.__dict__.get("inplace") is True
