@@ -20,6 +20,7 @@ from torch import nn
 
 import gpipebal as gb
 from gpipebal.compat.torchgpipe import GPipe
+from gpipebal.errors import PipelineError
 
 # --- The module and its names
 
@@ -434,6 +435,19 @@ def test_keys_that_do_not_fit_are_named_by_a_module_around_the_pipeline_too() ->
         outer.load_state_dict(state)
     assert '"pipe.partitions.1.norm.sum"' in str(told.value)
     copy.deepcopy(outer).load_state_dict(outer.state_dict())
+
+
+def test_the_class_has_torchgpipes_defaults() -> None:
+    """A pipeline has values of its own, whatever its layers are called."""
+    model = nn.Sequential(OrderedDict(chunks=nn.Linear(2, 2), balance=nn.ReLU()))
+    pipe = GPipe(model, [1, 1], chunks=3, checkpoint="never")
+    assert (GPipe.balance, GPipe.devices) == ([], [])
+    assert (GPipe.chunks, GPipe.checkpoint) == (1, "except_last")
+    for one in (pipe, copy.deepcopy(pipe)):
+        assert (one.balance, one.chunks, one.checkpoint) == ([1, 1], 3, "never")
+        assert len(one.devices) == 2
+    with pytest.raises(PipelineError, match="balance of a pipeline cannot be changed"):
+        pipe.balance = [2]
 
 
 def test_keys_that_are_too_many_are_named_as_the_file_does() -> None:

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
@@ -29,7 +30,7 @@ from gpipebal.pipeline.layers.old_keys import strip_partitions
 from gpipebal.pipeline.layers.own import warn_of_lazy_norms
 from gpipebal.pipeline.process.caller import whole_call
 from gpipebal.pipeline.workers.runtime import Runtime
-from gpipebal.schedule import CHECKPOINT_MODES
+from gpipebal.schedule import CHECKPOINT_MODES, Checkpoint
 
 __all__ = ["GPipe"]
 
@@ -69,6 +70,12 @@ class GPipe(gpipebal.pipeline.GPipe):
         >>> pipe(torch.ones(6, 4)).shape, list(pipe.state_dict())[-1]
         (torch.Size([6, 2]), 'partitions.1.2.bias')
     """
+
+    # torchgpipe's class has these values too; each pipeline has its own.
+    balance: list[int] = []  # noqa: RUF012
+    devices: list[torch.device] = []  # noqa: RUF012
+    chunks: int = 1
+    checkpoint: Checkpoint = "except_last"
 
     def __init__(
         self,
