@@ -118,15 +118,18 @@ def whole_call(function: _Function) -> _Function:
     own nodes in autograd's graph apart. And an interrupt that comes while torch enters or leaves a
     block without gradients cannot leave the caller in it.
     """
-
-    @functools.cache
-    def uncompiled() -> Callable[..., Any]:
-        return torch.compiler.disable(function)
+    # Not functools.cache, of which torch's compiler warns whoever compiles the call.
+    uncompiled: list[Any] = []
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
         # Where nothing was compiled it is not loaded: loading takes a second.
-        run = uncompiled() if "torch._dynamo" in sys.modules else function
+        if "torch._dynamo" not in sys.modules:
+            run: Callable[..., Any] = function
+        else:
+            if not uncompiled:
+                uncompiled.append(torch.compiler.disable(function))
+            run = uncompiled[0]
         grad = torch.is_grad_enabled()
         try:
             return run(*arguments, **keywords)
