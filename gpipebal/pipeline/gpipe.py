@@ -382,9 +382,10 @@ class GPipe(Container):
                 runtime = Runtime(
                     layers, self.balance, self.devices, self._streams, self.threads_per_partition
                 )
+                self._runtime = runtime
             elif runtime.has_other_parameters():
                 # Others may be tied now. Mini-batches on their way go on with the former ones.
                 check_shared(self.layers_in_place(), self.balance, self.devices)
                 runtime = runtime.with_other_ties()
-            self._runtime = runtime
+                self._runtime = runtime
             return runtime

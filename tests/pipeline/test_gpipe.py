@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import gpipebal as gb
 from gpipebal.errors import BalanceError, GpipebalError, PipelineError
 from gpipebal.pipeline import GPipe
+from gpipebal.pipeline.workers.runtime import Runtime
 
 
 def chain() -> nn.Sequential:
@@ -235,6 +236,23 @@ def test_closing_ends_the_threads() -> None:
     del pipe
     gc.collect()
     assert set(threading.enumerate()) <= before
+
+
+def test_a_pipeline_closed_by_another_thread_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that finds the workers in place does not put them back after they have ended."""
+    pipe = GPipe(chain(), [1, 2], chunks=2)
+    pipe(torch.ones(4, 3))
+    has_other_parameters = Runtime.has_other_parameters
+
+    def closed_meanwhile(self: Runtime) -> bool:
+        pipe.close()
+        return has_other_parameters(self)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(Runtime, "has_other_parameters", closed_meanwhile)
+        with pytest.raises(RuntimeError, match="the pipeline is closed"):
+            pipe(torch.ones(4, 3))
+    assert pipe._runtime is None
 
 
 def test_threads_of_the_process_stay_as_they_were() -> None:
