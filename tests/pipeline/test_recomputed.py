@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import pickle
 import random
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -28,6 +30,8 @@ from gpipebal.pipeline import (
     measure_memory,
     with_recompute,
 )
+from gpipebal.pipeline.minibatch import cell
+from gpipebal.pipeline.randomness.randomness import OwnRandomness
 from gpipebal.planner import recompute_layers
 from gpipebal.problem import to_bounds
 from gpipebal.profile import LayerProfile
@@ -180,6 +184,23 @@ def test_a_graph_that_is_retained_is_gone_through_again() -> None:
     loss.backward()
     for first, both in zip(once, (p.grad for p in model.parameters()), strict=True):
         torch.testing.assert_close(both, 2 * first)
+
+
+def test_a_graph_keeps_no_generators_of_its_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run draws again it draws from generators of its own."""
+    made: list[weakref.ref[OwnRandomness]] = []
+
+    class Seen(OwnRandomness):
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **keywords)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(cell, "OwnRandomness", Seen)
+    pipe = gb.GPipe(with_recompute(chain(), [[1, 2]]), [8], chunks=2, checkpoint="never")
+    output = pipe(torch.randn(ROWS, WIDTH, dtype=torch.float64))
+    gc.collect()
+    assert [randomness() for randomness in made] == [None, None]
+    output.sum().backward()
 
 
 def test_deferred_batch_norm_comes_first() -> None:

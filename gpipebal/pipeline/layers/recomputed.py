@@ -256,8 +256,10 @@ class _Again(AbstractContextManager[None]):
     """
 
     def __init__(self, buffers: BuffersOfRun, randomness: OwnRandomness | None) -> None:
-        self._buffers, self._randomness = buffers, randomness
+        self._buffers = buffers
         self._states: States = []
+        # One that never draws: the cell's own would keep its generators as long as the graph.
+        self._randomness = None if randomness is None else randomness.from_start(self._states)
         self.kept = buffers.keep()
         self.writes = ParameterWrites(buffers.modules, alone=True)
         self._entered: list[ExitStack] = []
