@@ -148,11 +148,19 @@ def _no_optimizer(plan: Plan) -> str:
     doubts = flags if isinstance(flags, (list, tuple)) else ()
     is_given = any(str(doubt).startswith("the optimizer's") for doubt in doubts)
     why = "it is not known" if is_given else "it was not given to the profiler"
-    return f"Peak memory does not count optimizer state: {why}."
+    without = _without_optimizer(plan)
+    where = "" if len(without) == plan.n_partitions else f" of {_partitions(without).lower()}"
+    return f"Peak memory{where} does not count optimizer state: {why}."
 
 
 def _knows_optimizer(plan: Plan) -> bool:
-    return not any(p.memory.parameters and p.memory.optimizer is None for p in plan.partitions)
+    return not _without_optimizer(plan)
+
+
+def _without_optimizer(plan: Plan) -> list[int]:
+    """List the partitions whose parameters have a state that is not known."""
+    memory = [partition.memory for partition in plan.partitions]
+    return [j for j, one in enumerate(memory) if one.parameters and one.optimizer is None]
 
 
 def layer_range(names: Sequence[str]) -> str:

@@ -167,9 +167,15 @@ def _notes_of(question: Question, profile: Profile, chunks: int, *, limited: boo
         kept = [f"{format_bytes(n)} of {format_bytes(limit)}" for limit, n in reserves.items() if n]
         if kept:
             notes.append(f"Kept in reserve on a device: {', '.join(kept)}.")
-    if limited and any(layer.optimizer_bytes is None for layer in question.profile.layers):
+    n_unknown = sum(layer.optimizer_bytes is None for layer in profile.layers)
+    if limited and n_unknown == profile.n_layers:
         notes.append(
             "The optimizer's state is not known to the profile, and not counted against the limit."
+        )
+    elif limited and n_unknown:
+        notes.append(
+            f"The optimizer's state is not known for {count(n_unknown, 'layer')}: partitions with "
+            "such a layer count without any."
         )
     if question.checkpoint == "auto" and not limited and question.objective != "peak_memory":
         notes.append("No memory limit was given, so nothing has to be recomputed.")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,13 +17,14 @@ from gpipebal.pipeline.layers.devices import visible_cores
 from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profile import LayerProfile
 from gpipebal.profile.fingerprint import fingerprint
-from gpipebal.profiler.memory.layer_memory import given_their_own
+from gpipebal.profiler.memory.layer_memory import LayerMemory, given_their_own
+from gpipebal.profiler.memory.sparse_gradients import join_kinds
 from gpipebal.profiler.replicas.owned import own_bytes
 from gpipebal.profiler.replicas.replica import layer_of_tensors
 from gpipebal.profiler.step.optimizer import Maker
 from gpipebal.profiler.step.step import (
     OptimizerPeaks,
-    StandInsError,
+    OptimizerState,
     optimizer_peaks,
     optimizer_state_bytes,
 )
@@ -42,8 +43,6 @@ __all__ = [
     "optimizer_memory",
     "software",
 ]
-
-_Found = TypeVar("_Found")
 
 #: Fewer rounds than this are too few to trust a median.
 FEW_ROUNDS = 3
@@ -184,7 +183,9 @@ def main_dtype(modules: Sequence[nn.Module]) -> str:
 
 
 class OptimizerMemory(NamedTuple):
-    """What an optimizer needs for every layer, each parameter at its first layer; None: unknown.
+    """What an optimizer needs for every layer, each parameter at its first layer.
+
+    None: it is not known, for all layers or for one.
 
     Attributes:
         state: Bytes that it keeps.
@@ -196,8 +197,8 @@ class OptimizerMemory(NamedTuple):
         doubts: Flags about these numbers.
     """
 
-    state: list[int] | None = None
-    peaks: list[int] | None = None
+    state: list[int | None] | None = None
+    peaks: list[int | None] | None = None
     carried: list[int] | None = None
     together: bool = False
     groups: tuple[tuple[int, ...], ...] = ()
@@ -213,42 +214,64 @@ class OptimizerMemory(NamedTuple):
 
 
 def optimizer_memory(
-    maker: Maker | None, modules: Sequence[nn.Module], device_type: str
+    maker: Maker | None,
+    modules: Sequence[nn.Module],
+    device_type: str,
+    memory: Sequence[LayerMemory],
+    chunks: int,
 ) -> OptimizerMemory:
-    """Find out what an optimizer needs for every layer, on a type of device."""
+    """Find out what an optimizer needs for every layer, on a type of device.
+
+    Args:
+        maker: Makes the optimizer; it takes note of gradients that are sparse. None: there is none.
+        modules: The layers.
+        device_type: The type of device.
+        memory: Memory of each layer, with one micro-batch.
+        chunks: How many micro-batches there are.
+    """
     if maker is None:
         return OptimizerMemory()
+    of_layers = [found.parameter_gradients for found in memory]
+    maker.note_gradients(join_kinds(modules, of_layers, chunks))
     owner = layer_of_tensors(modules)
     places = [owner[id(parameter)] for parameter in maker.parameters]
     by_layer = partial(_by_layer, places, len(modules))
-    state, why = _on_stand_ins(partial(optimizer_state_bytes, maker))
-    peaks, why_no_peaks = _on_stand_ins(partial(optimizer_peaks, maker, device_type))
-    doubts = []
-    if maker.needs_closure:
-        doubts.append(
-            f"the optimizer's time and state are not known: a step of {maker.name} calls the model"
-        )
-    elif state is None or peaks is None:
-        known = {"state": state, "temporary memory": peaks}
-        missing = " and ".join(name for name, found in known.items() if found is None)
-        verb = "are" if state is None and peaks is None else "is"
-        doubts.append(
-            f"the optimizer's {missing} {verb} not known: {maker.name} cannot step stand-ins "
-            f"({why or why_no_peaks})"
-        )
-    found = OptimizerMemory()
-    if peaks is not None and peaks.together:
-        found = OptimizerMemory(peaks=by_layer(peaks.bytes), together=True)
-    elif peaks is not None:
+    state, peaks = optimizer_state_bytes(maker), optimizer_peaks(maker, device_type)
+    found = OptimizerMemory(peaks=by_layer(peaks.bytes), together=True)
+    if not peaks.together:
         found = _in_turn(peaks, places, len(modules))
-    return found._replace(state=None if state is None else by_layer(state), doubts=tuple(doubts))
+    return found._replace(state=by_layer(state.bytes), doubts=_doubts(maker, state, peaks))
 
 
-def _by_layer(places: Sequence[int], n_layers: int, known: Sequence[int]) -> list[int]:
-    """Add up what is known of parameters, which belong to the layers in these places."""
-    found = [0] * n_layers
+def _doubts(maker: Maker, state: OptimizerState, peaks: OptimizerPeaks) -> tuple[str, ...]:
+    """Say which optimizers could not step stand-ins, and so of which too little is known."""
+    if maker.needs_closure:
+        return (
+            f"the optimizer's time and state are not known: a step of {maker.name} calls the model",
+        )
+    doubts = []
+    for name, why in (peaks.why | state.why).items():
+        known = {"state": state.why, "temporary memory": peaks.why}
+        missing = [what for what, reasons in known.items() if name in reasons]
+        verb = "are" if len(missing) > 1 else "is"
+        doubts.append(
+            f"the optimizer's {' and '.join(missing)} {verb} not known: {name} cannot step "
+            f"stand-ins ({why})"
+        )
+    return tuple(doubts)
+
+
+def _by_layer(
+    places: Sequence[int], n_layers: int, known: Sequence[int | None]
+) -> list[int | None]:
+    """Add up what is known of parameters, which belong to the layers in these places.
+
+    Where one of a layer's is not known, neither is the sum.
+    """
+    found: list[int | None] = [0] * n_layers
     for k, n_bytes in zip(places, known, strict=True):
-        found[k] += n_bytes
+        so_far = found[k]
+        found[k] = None if n_bytes is None or so_far is None else so_far + n_bytes
     return found
 
 
@@ -257,7 +280,11 @@ def _in_turn(peaks: OptimizerPeaks, places: Sequence[int], n_layers: int) -> Opt
     # With what the parameter before has left: wherever that is, and of the same layer only.
     whole, inside = [0] * n_layers, [0] * n_layers
     groups: dict[Any, list[int]] = {}
-    for k, n_bytes, left, before, group in zip(places, *peaks, strict=True):
+    own = (peaks.bytes, peaks.left, peaks.before, peaks.at_once)
+    unknown = {k for k, n_bytes in zip(places, peaks.bytes, strict=True) if n_bytes is None}
+    for k, n_bytes, left, before, group in zip(places, *own, strict=True):
+        if k in unknown or n_bytes is None:
+            continue
         if group is not None:  # what is stepped at once leaves nothing
             groups.setdefault(group, [0] * n_layers)[k] += n_bytes
             continue
@@ -267,7 +294,7 @@ def _in_turn(peaks: OptimizerPeaks, places: Sequence[int], n_layers: int) -> Opt
     for sums in groups.values():
         whole, inside = (list(map(max, most, sums)) for most in (whole, inside))
     return OptimizerMemory(
-        peaks=inside,
+        peaks=[None if k in unknown else n_bytes for k, n_bytes in enumerate(inside)],
         carried=[more - n_bytes for more, n_bytes in zip(whole, inside, strict=True)],
         # Of one layer alone the peak says it all.
         groups=tuple(tuple(sums) for sums in groups.values() if sum(map(bool, sums)) > 1),
@@ -282,17 +309,3 @@ def _device_name(device: torch.device) -> str:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             name = next((x.split(":", 1)[1].strip() for x in lines if x[:10] == "model name"), name)
     return f"{name}, {visible_cores()} cores"
-
-
-def _on_stand_ins(find: Callable[..., _Found]) -> tuple[_Found | None, str]:
-    """Return what stand-ins without memory tell, or those with memory; or None, and why.
-
-    Some optimizers read values.
-    """
-    why = ""
-    for with_values in (False, True):
-        try:
-            return find(with_values=with_values), ""
-        except StandInsError as error:
-            why = str(error)
-    return None, why

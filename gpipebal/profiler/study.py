@@ -186,9 +186,15 @@ class Study:
         Args:
             provenance: Where and with what it was measured.
         """
-        memory = optimizer_memory(self._maker, self._modules, self._device.type)
+        memory = optimizer_memory(
+            self._maker,
+            self._modules,
+            self._device.type,
+            self._sizes[0].found.memory,
+            len(self._data.sizes),
+        )
         self._notes += memory.doubts
-        optimizer_time = self._optimizer_time(can_step=memory.state is not None)
+        optimizer_time = self._optimizer_time(can_step=None not in (memory.state or ()))
         others = [
             self._profile_of(size, memory, optimizer_time, provenance, ())
             for size in self._sizes[1:]

@@ -16,7 +16,7 @@ from gpipebal.pipeline import measure_memory
 from gpipebal.planner import evaluate
 from gpipebal.problem import to_bounds
 from gpipebal.profiler.step.optimizer import Maker
-from gpipebal.profiler.step.step import StandInsError, optimizer_peaks, optimizer_state_bytes
+from gpipebal.profiler.step.step import optimizer_peaks, optimizer_state_bytes
 
 
 def in_groups(
@@ -167,21 +167,132 @@ def test_frozen_parameters_are_not_stepped() -> None:
     found = optimizer_peaks(Maker(torch.optim.Adam, parameters), "cpu")
     assert found is not None and found.bytes[1] == 0
     state = optimizer_state_bytes(Maker(torch.optim.Adam, parameters))
-    assert state is not None and state[0] > 0 and state[1] == 0
+    assert state.bytes == [84, 0]
 
 
-def test_an_optimizer_that_needs_values_is_not_known() -> None:
-    """What cannot step stand-ins has an unknown peak, and an unknown state."""
+class Curious(torch.optim.SGD):
+    """Reads values."""
 
-    class Curious(torch.optim.SGD):
-        def step(self, closure: object = None) -> None:  # type: ignore[override]
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad.sum().item() > 0:
-                        parameter.data.zero_()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad.sum().item() > 0:
+                    self.state[parameter]["sum"] = torch.zeros(3)
 
-    parameters = [nn.Parameter(torch.zeros(10))]
-    with pytest.raises(StandInsError, match="item"):
-        optimizer_peaks(Maker(Curious, parameters), "cpu")
-    with pytest.raises(StandInsError, match="item"):
-        optimizer_state_bytes(Maker(Curious, parameters))
+
+class Refusing(torch.optim.SGD):
+    """Steps nothing that it is given here."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        raise RuntimeError("these are no parameters of mine")
+
+
+def test_who_needs_values_steps_stand_ins_with_memory() -> None:
+    """What reads values is known too, unless there are too many."""
+    maker = Maker(Curious, [nn.Parameter(torch.zeros(10))])
+    assert optimizer_state_bytes(maker) == ([12], {})
+    huge = Maker(Curious, [nn.Parameter(torch.zeros(2**28, device="meta"))])
+    state, why = optimizer_state_bytes(huge)
+    assert state == [None] and "it reads values" in why["Curious"]
+
+
+def test_of_several_optimizers_only_the_one_that_cannot_step_is_unknown() -> None:
+    """The state of the others is known, layer by layer, and a plan says where it is not."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4, bias=False))
+
+    def make(parameters: Sequence[nn.Parameter]) -> Any:
+        return [Refusing(parameters[:1]), torch.optim.SGD(parameters[1:], lr=0.1, momentum=0.9)]
+
+    found = as_measured(model, torch.ones(4, 4), make)
+    assert [layer.optimizer_bytes for layer in found.layers] == [None, 0, 64]
+    assert [layer.optimizer_peak_bytes for layer in found.layers] == [None, 0, 0]
+    told = [flag for flag in found.provenance["flags"] if "optimizer" in flag]
+    assert len(told) == 1 and "Refusing cannot step" in told[0] and "no parameters" in told[0]
+    plan = gb.solve(found, 2, memory_limit=10**6)
+    assert plan.partitions[1].memory.optimizer == 64
+    assert "not known for 1 layer" in " ".join(plan.notes)
+    assert "Peak memory of partition 0 does not count optimizer state" in str(plan)
+
+
+# --- sparse gradients -----------------------------------------------------------------------------
+
+
+def as_measured(model: nn.Module, sample: torch.Tensor, optimizer: Any) -> gb.Profile:
+    """Profile memory, and as little else as possible."""
+    options: dict[str, Any] = {"timeout": 0, "progress": False, "as_pipeline": False}
+    return gb.profile_model(model, sample, chunks=2, rows=(), optimizer=optimizer, **options)
+
+
+def recommender() -> nn.Sequential:
+    """A table with sparse gradients, and a layer with dense ones."""
+    return nn.Sequential(nn.EmbeddingBag(50, 8, mode="sum", sparse=True), nn.Linear(8, 2))
+
+
+def table_apart(parameters: Sequence[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Step the table as its gradients ask for it, and the rest as usual."""
+    return [torch.optim.SparseAdam(parameters[:1]), torch.optim.Adam(parameters[1:])]
+
+
+TABLE = 50 * 8 * 4
+SPARSE_OPTIMIZERS: dict[str, tuple[Any, list[int]]] = {
+    "sparse adam": (table_apart, [2 * TABLE, 2 * 18 * 4 + 2 * 4]),
+    # In the long run it has an entry, and its place, for each row.
+    "momentum": (partial(torch.optim.SGD, momentum=0.9), [TABLE + 50 * 8, 18 * 4]),
+    "adagrad": (torch.optim.Adagrad, [TABLE + 4, 18 * 4 + 2 * 4]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("name", SPARSE_OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["class", "instance", "estimate"])
+def test_the_state_of_a_table_with_sparse_gradients(name: str, kind: str) -> None:
+    """Stand-ins get gradients that are sparse where those of the layers are."""
+    model, (make, wanted) = recommender(), SPARSE_OPTIMIZERS[name]
+    sample = torch.randint(50, (8, 3))
+    if kind == "estimate":
+        found = gb.profile_model(model, sample, chunks=2, optimizer=make, method="estimate")
+    else:
+        found = as_measured(
+            model, sample, make if kind == "class" else make(list(model.parameters()))
+        )
+    assert [layer.optimizer_bytes for layer in found.layers] == wanted
+    assert not [flag for flag in found.provenance["flags"] if "cannot step stand-ins" in flag]
+    if kind != "estimate":
+        assert found.step.optimizer_time is not None
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_a_sparse_step_needs_memory_for_the_rows_of_the_mini_batch() -> None:
+    """Not for all rows of the table; and a table of which only some are stepped has the same."""
+    peaks, states = [], []
+    for rows in (4_000, 40_000, 400_000):
+        model = nn.Sequential(nn.EmbeddingBag(rows, 64, mode="sum", sparse=True))
+        found = as_measured(model, torch.arange(48).view(8, 6), torch.optim.SparseAdam)
+        (layer,) = found.layers
+        peaks.append(layer.optimizer_peak_bytes or 0)
+        states.append(layer.optimizer_bytes)
+    assert states == [2 * 4 * 64 * rows for rows in (4_000, 40_000, 400_000)]
+    assert 48 * 64 * 4 < peaks[0] < 8 * 48 * 64 * 4
+    assert len(set(peaks)) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_a_table_that_is_used_densely_too_has_a_dense_gradient() -> None:
+    """The sum of a sparse and a dense gradient is dense: Adam steps it, SparseAdam does not."""
+
+    class Scores(nn.Module):
+        def __init__(self, weight: nn.Parameter) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight.t()
+
+    table = nn.Embedding(10, 4, sparse=True)
+    model = nn.Sequential(table, Scores(table.weight))
+    adam, sparse = (
+        as_measured(model, torch.arange(6), kind)
+        for kind in (torch.optim.Adam, torch.optim.SparseAdam)
+    )
+    assert [layer.optimizer_bytes for layer in adam.layers] == [2 * 160 + 4, 0]
+    assert [layer.optimizer_bytes for layer in sparse.layers] == [None, 0]

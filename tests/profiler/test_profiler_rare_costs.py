@@ -147,7 +147,7 @@ def test_an_optimizers_own_attributes_are_copied(way: dict[str, Any]) -> None:
 def test_who_steps_all_at_once_on_cuda(make: Any, together: bool) -> None:
     """As torch's optimizers choose it where they are not told."""
     maker = Maker(make, [nn.Parameter(torch.zeros(10)) for _ in range(2)])
-    found = optimizer_peaks(maker, "cuda", with_values=True)
+    found = optimizer_peaks(maker, "cuda")
     assert found is not None and found.together == together
 
 

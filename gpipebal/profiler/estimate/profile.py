@@ -16,7 +16,13 @@ from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profile.ties import find_ties
 from gpipebal.profiler.chain.numbers import Arrived, Numbers
 from gpipebal.profiler.chain.value import Value
-from gpipebal.profiler.describe import known_columns, main_dtype, optimizer_memory, software
+from gpipebal.profiler.describe import (
+    OptimizerMemory,
+    known_columns,
+    main_dtype,
+    optimizer_memory,
+    software,
+)
 from gpipebal.profiler.estimate.costs import Costs
 from gpipebal.profiler.estimate.stand_ins import META
 from gpipebal.profiler.estimate.terms import estimate_gather, estimate_loss, estimate_optimizer
@@ -151,20 +157,28 @@ class _Work:
         self.data, self.loss_fn, self.rates = training.data, training.loss_fn, rates
         self.walk = Walk(training, rates, told)
         self.reasons: dict[str, tuple[str, ...]] = {}
-        maker = training.maker()
-        self._memory = optimizer_memory(maker, self.modules, self.rates.device_type)
-        self._optimizer_time = None if maker is None else estimate_optimizer(maker, self.rates)
-        self.doubts = list(self._memory.doubts)
-        if maker is not None and self._optimizer_time is None and not self.doubts:
-            self.doubts.append(
-                f"the optimizer's time is not known: {maker.name} cannot step without values"
-            )
+        self.doubts: list[str] = []
+        self._maker = training.maker()
+        self._memory: OptimizerMemory | None = None
+        self._optimizer_time: float | None = None
         self._undivided: str | None = None
         if self.loss_fn is not None and self.data.target is not None:
             try:
                 self.data.target.first_of(self.data.sizes)
             except GpipebalError as error:
                 self._undivided = str(error).splitlines()[0]
+
+    def _estimate_optimizer(self, found: Survey, chunks: int) -> OptimizerMemory:
+        """Find out what the optimizer needs, by the first walk along the layers."""
+        maker = self._maker
+        memory = optimizer_memory(maker, self.modules, self.rates.device_type, found.memory, chunks)
+        self._optimizer_time = None if maker is None else estimate_optimizer(maker, self.rates)
+        self.doubts += memory.doubts
+        if maker is not None and self._optimizer_time is None and not memory.doubts:
+            self.doubts.append(
+                f"the optimizer's time is not known: {maker.name} cannot step without values"
+            )
+        return memory
 
     def at(self, sizes: Sequence[int]) -> Profile:
         """Estimate a mini-batch of micro-batches of these rows, by the first of them.
@@ -177,6 +191,9 @@ class _Work:
         """
         start = Value.of(self.data.sample.without_memory(sizes[0], self.data.rows).value)
         found, costs = self.walk.along(start)
+        if self._memory is None:
+            self._memory = self._estimate_optimizer(found, len(sizes))
+        memory = self._memory
         outputs, numbers = found.outputs, found.numbers
         for name, of_layer in zip(self.names, costs, strict=True):
             if of_layer.approximate:
@@ -188,7 +205,7 @@ class _Work:
             rows = count(sizes[0], "row")
             self.doubts.append(f"the loss is not measured at {rows}: {self._undivided}")
         gather_time, value = estimate_gather(self.data.outputs(outputs, sizes), self.rates)
-        layers = self._layers(found, costs)
+        layers = self._layers(found, costs, memory)
         gathered: tuple[int, ...] = ()
         whole_loss = None
         if self.loss_fn is not None:
@@ -210,8 +227,8 @@ class _Work:
                 whole_loss=whole_loss,
                 gathered=gathered,
                 optimizer_time=self._optimizer_time,
-                optimizer_together=self._memory.together,
-                optimizer_groups=self._memory.groups,
+                optimizer_together=memory.together,
+                optimizer_groups=memory.groups,
             ),
             skips=found.skips,
             ties=find_ties(self.modules),
@@ -230,10 +247,10 @@ class _Work:
             self.reasons["loss"] = why
         return replace(loss, **bytes_of_loss(self.loss_fn, self.modules, self.rates.device_type))
 
-    def _layers(self, found: Survey, costs: Sequence[Costs]) -> tuple[LayerProfile, ...]:
-        columns = known_columns(
-            self.names, self.modules, found, self._memory, self.rates.device_type
-        )
+    def _layers(
+        self, found: Survey, costs: Sequence[Costs], memory: OptimizerMemory
+    ) -> tuple[LayerProfile, ...]:
+        columns = known_columns(self.names, self.modules, found, memory, self.rates.device_type)
         return tuple(
             LayerProfile(
                 forward_time=of_layer.forward_time,

@@ -15,6 +15,7 @@ from gpipebal.profiler.chain.gradients import HandedBack
 from gpipebal.profiler.chain.numbers import Numbers, distinct_numbers
 from gpipebal.profiler.chain.value import SkipEnds
 from gpipebal.profiler.memory.backward_peaks import BackwardPeaks, GivenMemory
+from gpipebal.profiler.memory.sparse_gradients import GradientKind
 from gpipebal.profiler.replicas.replica import kept_by
 from gpipebal.skip.tracker import Key
 
@@ -71,7 +72,8 @@ class LayerMemory:
         stashes: Whether it stashes values for later layers.
         kept_bytes: Bytes of what the layer keeps after its forward, besides its parameters:
             buffers, and tensors that are attributes of its modules.
-        n_parameters: How many parameters it has after its forward.
+        parameter_gradients: What the gradient of each of its parameters looks like; None: there is
+            none.
     """
 
     outputs: tuple[int, ...]
@@ -92,7 +94,7 @@ class LayerMemory:
     kept_buffer_bytes: int
     saved_buffer_bytes: int
     kept_bytes: int
-    n_parameters: int
+    parameter_gradients: tuple[GradientKind | None, ...]
 
     def renumbered(self, number_of: Callable[[int], int], numbers: Numbers) -> LayerMemory:
         """Return the memory of a layer like this one, elsewhere in a chain.
@@ -131,9 +133,10 @@ class LayerMemory:
             ProfileError: the forward makes parameters, which the caller's layer does not have yet.
         """
         n_before = len(list(layer.parameters()))
-        if self.n_parameters != n_before:
+        n_after = len(self.parameter_gradients)
+        if n_after != n_before:
             raise ProfileError(
-                f"layer {name!r} makes parameters in its first forward: {self.n_parameters} "
+                f"layer {name!r} makes parameters in its first forward: {n_after} "
                 f"(expected {n_before}, as many as before).\nFix: run model(sample) once."
             )
         columns = {name: each for name, each in vars(self).items() if name in _COLUMNS}

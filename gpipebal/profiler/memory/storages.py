@@ -33,6 +33,7 @@ from gpipebal.profiler.memory.layer_run import (
     forward_without_graph,
     own_tensors,
 )
+from gpipebal.profiler.memory.sparse_gradients import GradientKind
 from gpipebal.profiler.replicas.harmless import tensors_reached
 
 __all__ = ["measure_layer_memory"]
@@ -77,6 +78,7 @@ def measure_layer_memory(
         return forward_and_backward(chain, k, value, ledger, constants, around)
 
     run = run_in(Surroundings())
+    of_parameters = tuple(GradientKind.of(one.grad) for one in layer.parameters())
     columns, hands_on = _described(chain, k, arrived, run, keys_of_own, numbers)
     saved_buffers = sum(kept[key] for key in run.constant & kept.keys())
     held, through = BackwardRun.of(run), {place: at for place, (_, at) in run.through.items()}
@@ -105,7 +107,7 @@ def measure_layer_memory(
         stashes=bool(chain.stashes[k]),
         kept_buffer_bytes=sum(kept.values()),
         saved_buffer_bytes=saved_buffers,
-        n_parameters=len(list(layer.parameters())),
+        parameter_gradients=of_parameters,
     )
     return memory, hands_on
 

@@ -14,6 +14,7 @@ from gpipebal.errors import ProfileError
 from gpipebal.pipeline.meter import optimizer_states
 from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profiler.chain.failures import said
+from gpipebal.profiler.memory.sparse_gradients import GradientKind
 from gpipebal.profiler.step.alike import copied, optimizer_like, without_memory
 
 __all__ = ["Maker", "OptimizerFactory", "OptimizerLike", "Optimizers", "as_one"]
@@ -74,6 +75,7 @@ class Maker:
     Attributes:
         parameters: The model's parameters.
         stepped: For each, whether an optimizer steps it: some may be left out.
+        sparse: By place, what the gradient of a mini-batch looks like where it is sparse.
         name: Name of the optimizer's class, or of the classes.
         needs_closure: Whether a step calls the model itself, so that it cannot be run alone.
 
@@ -111,9 +113,11 @@ class Maker:
             needs and (not self._wholes or place in self._group_of)
             for place, needs in enumerate(trainable)
         ]
-        self.name = " and ".join(type(whole).__name__ for whole in self._wholes) or getattr(
-            optimizer, "__name__", "optimizer"
-        )
+        self.sparse: dict[int, GradientKind] = {}
+        self._names = [type(whole).__name__ for whole in self._wholes] or [
+            getattr(optimizer, "__name__", "optimizer")
+        ]
+        self.name = " and ".join(self._names)
         self.needs_closure = any(map(_needs_closure, self._wholes))
 
     def _take_groups(
@@ -125,6 +129,15 @@ class Maker:
             for parameter in group["params"]:
                 if id(parameter) in places:
                     yield places[id(parameter)], (number, g)
+
+    def note_gradients(self, kinds: Mapping[int, GradientKind]) -> None:
+        """Take note of the gradients that are sparse, by identity of the parameter."""
+        of_all = ((place, kinds.get(id(one))) for place, one in enumerate(self.parameters))
+        self.sparse = {place: kind for place, kind in of_all if kind is not None}
+
+    def name_of(self, place: int) -> str:
+        """Return the name of the class of the optimizer that steps a parameter."""
+        return self._names[self._group_of.get(place, (0, 0))[0]]
 
     def make(
         self, places: Sequence[int], stand_ins: Sequence[nn.Parameter]
@@ -257,8 +270,8 @@ class Maker:
     def kind_of(self, place: int) -> tuple[Any, ...]:
         """Return a key that two parameters share only if they are stepped alike."""
         parameter = self.parameters[place]
-        group = self.group_of(place)
-        return (tuple(parameter.shape), parameter.stride(), parameter.dtype, group)
+        group, sparse = self.group_of(place), self.sparse.get(place)
+        return (tuple(parameter.shape), parameter.stride(), parameter.dtype, group, sparse)
 
 
 def _optimizers_of(made: Any) -> list[Optimizer]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +18,14 @@ from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profiler.chain.clock import synchronize
 from gpipebal.profiler.chain.failures import said
+from gpipebal.profiler.memory.sparse_gradients import gradient_like
 from gpipebal.profiler.step.alike import global_hooks_left_out
 from gpipebal.profiler.step.optimizer import Maker
 from gpipebal.units import format_bytes
 
 __all__ = [
     "OptimizerPeaks",
-    "StandInsError",
+    "OptimizerState",
     "measure_optimizer",
     "median_time",
     "optimizer_peaks",
@@ -33,50 +36,58 @@ __all__ = [
 REPEATS = 5
 #: At most this many bytes of parameters are stepped; for more, the time is scaled up.
 LARGEST_STEPPED = 2**28
+#: At most this many bytes of a table with a sparse gradient are stepped to find its memory.
+LARGEST_TABLE = 2**22
 #: Bytes that no cache holds: writing this many leaves nothing else in it.
 BEYOND_CACHES = 2**26
 
 
-class StandInsError(Exception):
-    """An optimizer cannot step stand-ins for the parameters; the text says why."""
+class OptimizerState(NamedTuple):
+    """What an optimizer keeps.
+
+    Attributes:
+        bytes: For each parameter, the bytes of its state; None: they are not known.
+        why: Why some are not known, by the name of the optimizer.
+    """
+
+    bytes: list[int | None]
+    why: dict[str, str]
 
 
-def optimizer_state_bytes(maker: Maker, *, with_values: bool = False) -> list[int]:
+def optimizer_state_bytes(maker: Maker) -> OptimizerState:
     """Find the bytes of state that an optimizer keeps for each parameter.
 
-    The optimizer takes a step on stand-ins, one for each kind (shape, strides, dtype, options). For
+    The optimizer takes a step on stand-ins, one for each kind (shape, strides, dtype, options,
+    gradient). What many mini-batches have sparse gradients for is each place of a parameter. For
     parameters that it does not step, what it has already counts.
 
     Args:
         maker: Makes the optimizer. The model's parameters are not changed.
-        with_values: Whether the stand-ins have memory, on the CPU; else they are meta tensors.
-
-    Returns:
-        Bytes for each parameter.
-
-    Raises:
-        StandInsError: the optimizer cannot step the stand-ins.
     """
-    return [step.state_bytes for step in _steps(maker, "cpu", with_values=with_values)]
+    found = _steps(maker, "cpu")
+    return OptimizerState([step.state_bytes for step in found], _reasons(maker, found))
 
 
 class OptimizerPeaks(NamedTuple):
     """What an optimizer's step needs temporarily.
 
     Attributes:
-        bytes: Largest memory of the step of each parameter, alone, beyond what existed before.
+        bytes: Largest memory of the step of each parameter, alone, beyond what existed before;
+            None: it is not known.
         left: For each parameter, bytes that the step of the parameter before left until its own
             step is over.
         before: For each parameter, the place of that parameter: the previous one of the same group;
             None: there is none.
         at_once: For each parameter, its group if that is stepped at once, so that `bytes` of its
             parameters add up; None: it is stepped by itself.
+        why: Why some bytes are not known, by the name of the optimizer.
     """
 
-    bytes: list[int]
+    bytes: list[int | None]
     left: list[int]
     before: list[int | None]
     at_once: list[Any]
+    why: dict[str, str]
 
     @property
     def together(self) -> bool:
@@ -86,12 +97,7 @@ class OptimizerPeaks(NamedTuple):
         return len(groups) == 1 and None not in groups
 
 
-def optimizer_peaks(
-    maker: Maker,
-    device_type: str,
-    *,
-    with_values: bool = False,
-) -> OptimizerPeaks:
+def optimizer_peaks(maker: Maker, device_type: str) -> OptimizerPeaks:
     """Find the bytes that an optimizer's step needs besides parameters, gradients and state.
 
     The optimizer takes a second step on stand-ins. Optimizers of torch step a whole group at once
@@ -102,15 +108,8 @@ def optimizer_peaks(
     Args:
         maker: Makes the optimizer. The model's parameters are not changed.
         device_type: Type of the device that they will be on.
-        with_values: Whether the stand-ins have memory, on the CPU; else they are meta tensors.
-
-    Returns:
-        The bytes.
-
-    Raises:
-        StandInsError: the optimizer cannot step the stand-ins.
     """
-    found = _steps(maker, device_type, with_values=with_values)
+    found = _steps(maker, device_type)
     left: list[int] = []
     before: list[int | None] = []
     # Groups are stepped one after the other, and nothing is left from one group to the next.
@@ -125,19 +124,27 @@ def optimizer_peaks(
     # Of an optimizer whose groups are not known there is one.
     groups = [maker.group_of(place) or () for place in range(len(found))]
     at_once = [g if step.together else None for g, step in zip(groups, found, strict=True)]
-    return OptimizerPeaks(peaks, left, before, at_once)
+    return OptimizerPeaks(peaks, left, before, at_once, _reasons(maker, found))
 
 
 class _Step(NamedTuple):
-    """What a step on one parameter keeps, needs, and leaves until the next parameter's."""
+    """What a step on one parameter keeps, needs, and leaves until the next parameter's.
 
-    state_bytes: int = 0
-    peak_bytes: int = 0
+    Where the optimizer cannot step a stand-in, `why` says why, and the bytes are None.
+    """
+
+    state_bytes: int | None = 0
+    peak_bytes: int | None = 0
     together: bool = False
     left_bytes: int = 0
+    why: str = ""
 
 
-def _steps(maker: Maker, device_type: str, *, with_values: bool) -> list[_Step]:
+def _reasons(maker: Maker, found: Sequence[_Step]) -> dict[str, str]:
+    return {maker.name_of(place): step.why for place, step in enumerate(found) if step.why}
+
+
+def _steps(maker: Maker, device_type: str) -> list[_Step]:
     known: dict[Any, _Step] = {}
     found = []
     for place, is_stepped in enumerate(maker.stepped):
@@ -146,41 +153,83 @@ def _steps(maker: Maker, device_type: str, *, with_values: bool) -> list[_Step]:
             continue
         kind = maker.kind_of(place)
         if kind not in known:
-            if maker.needs_closure:
-                raise StandInsError("a step calls the model")
-            n_bytes = bytes_of(maker.parameters[place])
-            if with_values and n_bytes > LARGEST_STEPPED:
-                raise StandInsError(
-                    f"it reads values, and of a parameter there are {format_bytes(n_bytes)}"
-                )
-            try:
-                known[kind] = _step_alone(maker, place, device_type, with_values)
-            except Exception as error:
-                raise StandInsError(said(error)) from error
+            known[kind] = _try_step(maker, place, device_type)
         found.append(known[kind])
     return found
 
 
-def _step_alone(maker: Maker, place: int, device_type: str, with_values: bool) -> _Step:
-    one = _step_some(maker, [place], device_type, with_values)
+def _try_step(maker: Maker, place: int, device_type: str) -> _Step:
+    """Step a stand-in without memory, or, because some optimizers read values, one on the CPU."""
+    if maker.needs_closure:
+        return _Step(None, None, why="a step calls the model")
+    if place in maker.sparse:  # torch does not work with sparse tensors without values
+        ways = [partial(_step_table, maker, place, device_type)]
+    else:
+        ways = [partial(_step_alone, maker, place, device_type, on=on) for on in ("meta", "cpu")]
+    why, n_bytes = "", bytes_of(maker.parameters[place])
+    for way in ways:
+        if why and n_bytes > LARGEST_STEPPED:
+            why = f"it reads values, and of a parameter there are {format_bytes(n_bytes)}"
+            break
+        try:
+            return way()
+        except Exception as error:
+            why = said(error)
+    return _Step(None, None, why=why)
+
+
+def _step_table(maker: Maker, place: int, device_type: str) -> _Step:
+    """Step a stand-in for a parameter with a sparse gradient: a large one has fewer rows.
+
+    All bytes are then a line in the rows, as long as there are enough for the mini-batch.
+    """
+    table = maker.parameters[place]
+    of_row = max(1, bytes_of(table) // max(1, len(table)))
+    rows = max(2 * maker.sparse[place].n_entries, LARGEST_TABLE // of_row, 2)
+    if len(table) <= rows:
+        return _step_alone(maker, place, device_type, on="cpu")
+    half = rows // 2
+    less, more = (_step_alone(maker, place, device_type, on="cpu", rows=n) for n in (half, rows))
+
+    def at_all(one: int | None, other: int | None) -> int:
+        assert one is not None and other is not None
+        return max(other, other + math.ceil((other - one) * (len(table) - rows) / (rows - half)))
+
+    return more._replace(
+        state_bytes=at_all(less.state_bytes, more.state_bytes),
+        peak_bytes=at_all(less.peak_bytes, more.peak_bytes),
+        left_bytes=at_all(less.left_bytes, more.left_bytes),
+    )
+
+
+def _step_alone(
+    maker: Maker, place: int, device_type: str, *, on: str, rows: int | None = None
+) -> _Step:
+    one = _step_some(maker, [place], device_type, on, rows)
     if one.together or not one.peak_bytes:
         return one
-    two = _step_some(maker, [place, place], device_type, with_values)
-    return one._replace(left_bytes=max(0, two.peak_bytes - one.peak_bytes))
+    two = _step_some(maker, [place, place], device_type, on, rows)
+    return one._replace(left_bytes=max(0, (two.peak_bytes or 0) - one.peak_bytes))
 
 
-def _step_some(maker: Maker, places: Sequence[int], device_type: str, with_values: bool) -> _Step:
-    """Step stand-ins for parameters, each for the one in its place."""
-    device = "cpu" if with_values else "meta"
-    stand_ins = [
-        nn.Parameter(torch.zeros_like(maker.parameters[place], device=device)) for place in places
-    ]
-    for stand_in in stand_ins:
-        stand_in.grad = torch.full_like(stand_in, 1e-6)
+def _step_some(
+    maker: Maker, places: Sequence[int], device_type: str, on: str, rows: int | None
+) -> _Step:
+    """Step stand-ins for parameters, each for the one in its place, or for its first rows."""
+    stand_ins, kinds = list[nn.Parameter](), [maker.sparse.get(place) for place in places]
+    for place, kind in zip(places, kinds, strict=True):
+        parameter = maker.parameters[place].detach()
+        part = parameter if rows is None else parameter[:rows]
+        stand_ins.append(nn.Parameter(torch.zeros_like(part, device=on)))
+        # What is kept of earlier mini-batches is for all rows that they had.
+        stand_ins[-1].grad = gradient_like(kind, stand_ins[-1], whole=True)
     stepper, is_fused = maker.make_plain(places, stand_ins, device_type)
     together = any(group.get("foreach") for group in stepper.param_groups)
     with global_hooks_left_out():
         stepper.step()  # makes its state
+    for stand_in, kind in zip(stand_ins, kinds, strict=True):
+        if kind is not None:
+            stand_in.grad = gradient_like(kind, stand_in)
     state = [
         value
         for states in optimizer_states(stepper)
@@ -248,11 +297,11 @@ def _time_of_share(
     try:
         copies = (maker.parameters[place].detach().to(device, copy=True) for place in chosen)
         stepped = [nn.Parameter(copied) for copied in copies]
-        stepper = maker.make(chosen, stepped)
+        stepper, kinds = maker.make(chosen, stepped), [maker.sparse.get(k) for k in chosen]
 
         def prepare() -> None:
-            for parameter in stepped:
-                parameter.grad = torch.full_like(parameter, 1e-6)
+            for kind, parameter in zip(kinds, stepped, strict=True):
+                parameter.grad = gradient_like(kind, parameter)
             # Before a step there is a backward of the whole model: nothing is left in the caches.
             elsewhere.fill_(0.0)
 
