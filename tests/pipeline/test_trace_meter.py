@@ -170,6 +170,32 @@ def test_only_optimizers_have_states_to_count(optimizer: Any) -> None:
         pass
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("kind", ["momentum", "sparse adam"])
+def test_what_a_sparse_step_makes_counts_with_the_table(kind: str) -> None:
+    """Sparse state and intermediate results belong to the partition of their parameter."""
+    rows, width = 500, 16
+    table = nn.EmbeddingBag(rows, width, mode="sum", sparse=True)
+    pipe = GPipe(nn.Sequential(table, nn.Linear(width, 1)), [1, 1], chunks=2)
+    optimizer: Any = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    if kind == "sparse adam":
+        parameters = list(pipe.parameters())
+        optimizer = torch.optim.SparseAdam(parameters[:1])
+    sample = torch.arange(rows).view(-1, 10)
+    seen = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        with measure_memory(pipe, optimizer) as meter:
+            pipe(sample).sum().backward()
+            optimizer.step()
+        seen.append(meter.peak_bytes)
+    n_bytes = 4 * rows * width
+    # Table, gradient, state.
+    assert all(of_table > 3 * n_bytes for of_table, _ in seen)
+    # Its input and output, and what is as small.
+    assert all(of_rest < n_bytes for _, of_rest in seen)
+
+
 def test_memory_of_never_holds_every_micro_batch() -> None:
     """Without checkpointing a partition holds all it saves for every micro-batch, and little more.
 

@@ -213,11 +213,12 @@ class _Watch(EagerDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         written = self._in_place.operand(func, args, kwargs)
+        # Before it runs: one in place gives a sparse tensor other parts.
+        owners = self._owners_of(args[0]) if self._follow and args else []
         result = func(*args, **(kwargs or {}))
         if written is not None:
             self._ledger.replace(written, result)
             self._in_place.made(func, result)
-        owners = self._owners_of(args[0]) if self._follow and args else []
         for k, leaf in enumerate(_leaves(result)):
             for part in _with_storage(leaf):
                 # An operation on a list gives a list: each result goes where its operand is.
@@ -228,7 +229,9 @@ class _Watch(EagerDispatchMode):
 
     def _owners_of(self, operands: Any) -> list[int]:
         """Return the owner of an operation's first operand; if it is a list, of each element."""
-        found = [self._ledger.owner_of(leaf) for leaf in _leaves(operands) if has_storage(leaf)]
+        # All that a sparse tensor is made of has one owner.
+        parts = (_with_storage(leaf)[:1] for leaf in _leaves(operands))
+        found = [self._ledger.owner_of(one) for first in parts for one in first]
         return [self._owner if owner is None else owner for owner in found]
 
 
