@@ -11,6 +11,8 @@ from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Question
 from gpipebal.planner.shortage import (
     about_waiting,
+    is_found,
+    least_with_waiting,
     limit_as_given,
     named_layers,
     shortage_of,
@@ -71,13 +73,22 @@ def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
         return _without_shortage(all_posed[0], question)
     lack, k, path = min(known, key=lambda one: one[:2])
     posed = all_posed[k]
-    j, device, limit, peak, start, end = worst_lack(to_explain(posed), path)
-    helps = _helps(question, lack)
-    waits, given = about_waiting(posed, lack), limit_as_given(question, device, limit)
+    worst = worst_lack(to_explain(posed), path)
+    waits = about_waiting(posed, lack)
+    if waits:
+        # No timing may make so much wait: of few splits it is known what waits in their steps.
+        tried = [(one, at) for at in all_posed if (one := least_with_waiting(at)) is not None]
+        least, at = min(tried, key=lambda one: one[0].peak, default=(worst, posed))
+        if least.peak - least.limit < lack:
+            worst, posed, lack = least, at, least.peak - least.limit
+            waits = about_waiting(posed, lack)
+    j, device, limit, peak, start, end = worst
+    helps, given = _helps(question, lack), limit_as_given(question, device, limit)
+    needs = "may need" if waits else "needs"
     return InfeasibleError(
         f"partition {j} does not fit its device: memory_limit={given} "
         f"(expected {format_bytes(lack)} more). The closest split gives it "
-        f"{named_layers(posed.profile.names, start, end)}: it needs {format_bytes(peak)}, and "
+        f"{named_layers(posed.profile.names, start, end)}: it {needs} {format_bytes(peak)}, and "
         f"{format_bytes(limit)} may be used.{waits}\nFix: {'; or '.join(helps)}.",
         partition=j,
         shortage=lack,
@@ -113,7 +124,7 @@ def _tried(
     try:
         for place, changes in groups:
             for text, other in changes:
-                if has_plan(other):
+                if has_plan(other) or (place == _MEMORY and is_found(other)):
                     found.append((place, text))
         if all(place == _MEMORY for place, _ in found):
             found += [(_MEMORY - 1, text) for text, _ in several]

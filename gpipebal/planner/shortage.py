@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from gpipebal.errors import BalanceError, ProfileError
 from gpipebal.plan.text import layer_range
-from gpipebal.planner.posing import Posed
+from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Question
 from gpipebal.planner.search.all_ways import all_ways
-from gpipebal.planner.search.best import MOST_WAYS
+from gpipebal.planner.search.best import MOST_WAYS, best_of
 from gpipebal.problem import Problem
 from gpipebal.solvers.sets.levels import in_order_if_large
-from gpipebal.solvers.sets.peak import least_shortage
+from gpipebal.solvers.sets.peak import Lack, least_shortage
 from gpipebal.solvers.sets.reachability import Path
 from gpipebal.units import format_bytes
 
-__all__ = ["about_waiting", "limit_as_given", "named_layers", "shortage_of", "to_explain"]
+__all__ = [
+    "about_waiting",
+    "is_found",
+    "least_with_waiting",
+    "limit_as_given",
+    "named_layers",
+    "shortage_of",
+    "to_explain",
+]
 
 
 def shortage_of(posed: Posed) -> tuple[int, Path] | None:
@@ -44,6 +54,36 @@ def about_waiting(posed: Posed, lack: int) -> str:
         tried = "those tried" if seconds is None else f"those tried within time_limit={seconds:g}"
         return f"{text} some splits fit, but none of {tried} does with what waits in its steps."
     return f"{text} some splits fit, but none does with what waits in its own steps."
+
+
+def least_with_waiting(posed: Posed) -> Lack | None:
+    """Find the partition that lacks most where the largest peak is least, with what waits there.
+
+    Returns:
+        That partition; None: devices have several limits, or there are too many ways to look at.
+    """
+    (limit, *others), question = set(posed.problem.limits), posed.question
+    if limit is None or others or all_ways(posed, MOST_WAYS) is None:
+        return None
+    # The method that was asked for is for another objective.
+    free = replace(question, objective="peak_memory", method="auto", limits=None)
+    plan = best_of(pose(free, posed.chunks)).plan
+    if plan is None:
+        return None
+    totals = [partition.memory.total for partition in plan.partitions]
+    j = max(range(len(totals)), key=totals.__getitem__)
+    start = sum(plan.balance[:j])
+    return Lack(j, plan.places[j], limit, totals[j], start, start + plan.balance[j])
+
+
+def is_found(question: Question) -> bool:
+    """Whether a question has a plan with what waits in its own steps; False: too many ways."""
+    try:
+        all_posed = [pose(question, chunks) for chunks in question.chunks or (None,)]
+        few = (posed for posed in all_posed if all_ways(posed, MOST_WAYS) is not None)
+        return any(best_of(posed).plan is not None for posed in few)
+    except (BalanceError, ProfileError):
+        return False
 
 
 def limit_as_given(question: Question, device: int, limit: int) -> int:

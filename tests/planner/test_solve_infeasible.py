@@ -170,6 +170,24 @@ def test_the_error_names_partition_and_shortage() -> None:
     assert (raised.value.partition, raised.value.shortage) == (0, 50)
 
 
+@pytest.mark.parametrize("limit", [125, 319])
+def test_the_shortage_is_the_least_where_waiting_decides(limit: int) -> None:
+    """Of few splits it is known what waits in their steps; not all that might waits there."""
+    profile = gb.Profile.from_costs(
+        [3, 7, 4, 5, 1],
+        saved_bytes=[30, 10, 90, 0, 10],
+        output_bytes=[10, 40, 50, 20, 50],
+        parameter_bytes=[60, 90, 60, 50, 50],
+        chunks=1,
+    )
+    options: dict[str, Any] = {"checkpoint": "always", "schedule": "1f1b"}
+    text = r"needs 320 B(.|\n)*Fix: (.*; or )?memory_limit=320"
+    with pytest.raises(InfeasibleError, match=text) as raised:
+        solve(profile, 3, memory_limit=limit, **options)
+    assert raised.value.shortage == 320 - limit
+    assert solve(profile, 3, memory_limit=320, **options).balance == (2, 1, 2)
+
+
 def test_a_reserve_counts_and_can_be_given_up() -> None:
     """What the reserve takes off is what is missing: a smaller one is advised, and suffices."""
     profile = gb.Profile.from_costs([1.0, 1.0], parameter_bytes=[2**30, 2**30])
