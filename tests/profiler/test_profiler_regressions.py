@@ -97,7 +97,7 @@ def test_impossible_sizes_are_bad_input(
 
 def test_an_optimizer_that_steps_no_stand_ins_is_not_timed() -> None:
     """What was measured is kept, and the profile says what is not known."""
-    model = nn.Sequential(nn.Embedding(9, 4, sparse=True))
+    model = nn.Sequential(nn.Embedding(9, 4))  # with dense gradients
     profile = gb.profile_model(
         model,
         torch.zeros(4, dtype=torch.long),
