@@ -110,7 +110,7 @@ print([f"{part.memory.total / 2**20:.0f} MiB" for part in free.partitions])
 # partition, whether to keep what was computed or to compute it again:
 
 # %%
-for limit in ("300 MiB", "200 MiB", "140 MiB"):
+for limit in ("250 MiB", "180 MiB", "140 MiB"):
     try:
         found = gb.solve(profile, 4, checkpoint="auto", memory_limit=limit)
     except gb.GpipebalError as error:
@@ -136,8 +136,8 @@ except gb.GpipebalError as error:
 # %%
 slow = gb.Link(bandwidth=1e9)
 for any_order in (False, True):
-    found = gb.solve(profile, 4, devices=[1.0, 2.0, 2.0, 1.0], any_order=any_order, link=slow)
-    print(f"{list(found.balance)} on devices {list(found.devices)}: {found.makespan:.2f} s")
+    found = gb.solve(profile, 4, devices=[2.0, 2.0, 1.0, 1.0], any_order=any_order, link=slow)
+    print(f"{list(found.balance)} on devices {list(found.devices)}: {1e3 * found.makespan:.0f} ms")
 
 # %% [markdown]
 # ## How sure are the times?
@@ -152,6 +152,6 @@ for found in gb.top_plans(profile, 4, 4):
 # %% [markdown]
 # The same from a shell:
 #
-#     gpipebal solve profile.json --partitions 4 --memory-limit 300MiB --checkpoint auto -o plan.json --plot plan.png
+#     gpipebal solve profile.json --partitions 4 --memory-limit 180MiB --checkpoint auto -o plan.json --plot plan.png
 #
 # Next: [3. Bubbles, checkpointing and schedules](03-schedules.ipynb).
