@@ -66,8 +66,8 @@ class GPipe(Container):
             micro-batch per row.
         checkpoint: Which micro-batches keep only their input, and are recomputed in the
             backward: ``'always'``, ``'except_last'`` or ``'never'``, or a list with one of them
-            for each partition. In eval mode none are. A recompute that would directly follow its
-            own forward is left out: in `step` with ``'1f1b'`` the last partition has none.
+            for each partition. In eval mode none are. In `step` with ``'1f1b'`` a recompute that
+            would directly follow its own forward is left out: the last partition has none.
         deferred_batch_norm: Update the running statistics of batch normalisation once per
             mini-batch, from all its rows. The layers concerned are replaced by
             `DeferredBatchNorm`s that share all tensors with the caller's.
