@@ -114,9 +114,9 @@ class LateWrites:
         more = is_last and (loss or k < len(self._layers) - 1)
         raise ModelError(
             f"an input of partition {self._partition} was written to while {self._describe(k)} "
-            f"{'or one after it ' if more else ''}ran: by it, or by a layer of a later partition "
-            "to which this one passes it on. No layer wrote to it when this kind of micro-batch "
-            "was first seen.\n"
+            f"{'or one after it ' if more else ''}ran: by it, or by a layer of another partition "
+            "that has the same memory. No layer wrote to it when this kind of micro-batch was "
+            "first seen.\n"
             "Fix: run the mini-batch again, with the values that it had before: layers write to a "
             "copy from now on. Or let the layer work on a clone()."
         )
