@@ -12,6 +12,7 @@ from torch import nn
 import gpipebal as gb
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.observers.ledger import Ledger
+from gpipebal.profiler.memory.sparse_gradients import GradientKind
 from gpipebal.profiler.step import step
 from gpipebal.profiler.step.optimizer import Maker, Optimizers
 
@@ -217,6 +218,20 @@ def test_of_each_way_to_step_some_parameters_are_stepped_and_scaled_up(
         monkeypatch.setattr(step, "LARGEST_STEPPED", largest)
         seconds = step.measure_optimizer(maker, torch.device("cpu"), one_of=one_of)
         assert seconds == of_weights + 100 * of_biases
+
+
+def test_tables_with_sparse_gradients_are_scaled_up_by_their_entries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are stepped in another way, whose time has nothing to do with the size of a table."""
+    monkeypatch.setattr(step, "time", CLOCK)
+    tables = [nn.Embedding(rows, 4, sparse=True).weight for rows in (100, 10)]
+    dense = [nn.Parameter(torch.ones(n)) for n in (5, 15)]
+    maker = Maker(Clocked, [tables[0], *dense, tables[1]])
+    maker.note_gradients({id(tables[0]): GradientKind(1, 2), id(tables[1]): GradientKind(1, 4)})
+    for largest, wanted in ((10**9, 1600 + 160 + 80), (1600, 3 * 1600 + 80)):
+        monkeypatch.setattr(step, "LARGEST_STEPPED", largest)
+        assert step.measure_optimizer(maker, torch.device("cpu")) == wanted
 
 
 def test_names_of_groups_and_other_rates_are_no_other_way_to_step() -> None:

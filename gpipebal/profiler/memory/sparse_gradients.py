@@ -32,6 +32,11 @@ class GradientKind(NamedTuple):
             return cls()
         return cls(gradient.sparse_dim(), gradient._nnz())
 
+    def bytes_for(self, parameter: Tensor) -> int:
+        """Return the bytes of the entries of a parameter's sparse gradient."""
+        in_one = math.prod(parameter.shape[self.sparse_dim :])
+        return self.n_entries * in_one * parameter.element_size()
+
 
 def join_kinds(
     layers: Sequence[nn.Module], kinds: Iterable[Sequence[GradientKind | None]], chunks: int

@@ -254,7 +254,7 @@ class Maker:
 
         Optimizers may differ in that, and groups of one by options that choose an algorithm: names,
         switches, and whether a number is 0. What is not an option of the optimizer, such as a name
-        of the group, chooses nothing.
+        of the group, chooses nothing. Sparse gradients are another way too.
         """
         number, g = self._group_of.get(place, (0, 0))
         options = self._options.get((number, g), {})
@@ -265,7 +265,7 @@ class Maker:
             is_number = isinstance(option, int | float)
             if is_number or isinstance(option, str | None):
                 chosen.append((name, bool(option) if is_number else option))
-        return number, tuple(chosen)
+        return number, tuple(chosen), place in self.sparse
 
     def kind_of(self, place: int) -> tuple[Any, ...]:
         """Return a key that two parameters share only if they are stepped alike."""

@@ -255,8 +255,8 @@ def measure_optimizer(
 ) -> float:
     """Return the seconds of an optimizer's step, on copies of the parameters.
 
-    Where only some parameters are stepped, the time of all is scaled up from them: by their bytes,
-    and by itself for each way in which parameters are stepped.
+    Where only some parameters are stepped, the time of all is scaled up from them: by the bytes
+    that a step works on, and by itself for each way in which parameters are stepped.
 
     Args:
         maker: Makes the optimizer. The model's parameters are not changed.
@@ -293,7 +293,7 @@ def _time_of_share(
         own = set(map(id, layer))
         those = [place for place in places if id(maker.parameters[place]) in own]
         chosen = max(chosen, those, key=lambda some: _bytes_in(maker, some))
-    n_bytes, of_all = _bytes_in(maker, chosen), _bytes_in(maker, places)
+    n_bytes = _bytes_in(maker, chosen)
     try:
         copies = (maker.parameters[place].detach().to(device, copy=True) for place in chosen)
         stepped = [nn.Parameter(copied) for copied in copies]
@@ -319,11 +319,21 @@ def _time_of_share(
             "Fix: give a callable that makes an optimizer of a list of parameters, such as "
             "lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
         ) from error
-    return seconds * of_all / max(1, n_bytes)
+    done = _worked_on(maker, chosen)
+    return seconds * _worked_on(maker, places) / done if done else seconds
 
 
 def _bytes_in(maker: Maker, places: Sequence[int]) -> int:
     return sum(bytes_of(maker.parameters[place]) for place in places)
+
+
+def _worked_on(maker: Maker, places: Sequence[int]) -> int:
+    """Return the bytes of parameters; of those with sparse gradients only the entries' bytes."""
+    found = 0
+    for place in places:
+        parameter, kind = maker.parameters[place], maker.sparse.get(place)
+        found += bytes_of(parameter) if kind is None else kind.bytes_for(parameter)
+    return found
 
 
 def median_time(
