@@ -23,6 +23,7 @@ from gpipebal.profiler.replicas.owned import own_bytes
 from gpipebal.profiler.replicas.replica import layer_of_tensors
 from gpipebal.profiler.step.optimizer import Maker
 from gpipebal.profiler.step.step import (
+    CALLS_MODEL,
     OptimizerPeaks,
     OptimizerState,
     optimizer_peaks,
@@ -240,17 +241,18 @@ def optimizer_memory(
     found = OptimizerMemory(peaks=by_layer(peaks.bytes), together=True)
     if not peaks.together:
         found = _in_turn(peaks, places, len(modules))
-    return found._replace(state=by_layer(state.bytes), doubts=_doubts(maker, state, peaks))
+    return found._replace(state=by_layer(state.bytes), doubts=_doubts(state, peaks))
 
 
-def _doubts(maker: Maker, state: OptimizerState, peaks: OptimizerPeaks) -> tuple[str, ...]:
+def _doubts(state: OptimizerState, peaks: OptimizerPeaks) -> tuple[str, ...]:
     """Say which optimizers could not step stand-ins, and so of which too little is known."""
-    if maker.needs_closure:
-        return (
-            f"the optimizer's time and state are not known: a step of {maker.name} calls the model",
-        )
     doubts = []
     for name, why in (peaks.why | state.why).items():
+        if why == CALLS_MODEL:
+            doubts.append(
+                f"the optimizer's time and state are not known: a step of {name} calls the model"
+            )
+            continue
         known = {"state": state.why, "temporary memory": peaks.why}
         missing = [what for what, reasons in known.items() if name in reasons]
         verb = "are" if len(missing) > 1 else "is"

@@ -116,6 +116,19 @@ def test_an_optimizer_that_calls_the_model_is_unknown(estimate: bool) -> None:
     assert "a step of LBFGS calls the model" in " ".join(found.provenance["flags"])
 
 
+def test_of_several_optimizers_only_the_one_that_calls_the_model_is_unknown() -> None:
+    """The state of what the others step is known; the time of all of them together is not."""
+
+    def make(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+        return [torch.optim.LBFGS(parameters[:2]), torch.optim.Adagrad(parameters[2:])]
+
+    found = profiled(chain(), make)
+    assert found.step.optimizer_time is None
+    assert [layer.optimizer_bytes for layer in found.layers] == [None, 0, 4 * 30 + 2 * 4]
+    told = [flag for flag in found.provenance["flags"] if "optimizer's" in flag]
+    assert len(told) == 1 and told[0].endswith("a step of LBFGS calls the model")
+
+
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [

@@ -77,7 +77,7 @@ class Maker:
         stepped: For each, whether an optimizer steps it: some may be left out.
         sparse: By place, what the gradient of a mini-batch looks like where it is sparse.
         name: Name of the optimizer's class, or of the classes.
-        needs_closure: Whether a step calls the model itself, so that it cannot be run alone.
+        needs_closure: Whether a step of one calls the model itself, so that it cannot be run alone.
 
     Raises:
         ProfileError: the optimizer is not an optimizer, has other parameters, or cannot be made;
@@ -118,7 +118,8 @@ class Maker:
             getattr(optimizer, "__name__", "optimizer")
         ]
         self.name = " and ".join(self._names)
-        self.needs_closure = any(map(_needs_closure, self._wholes))
+        self._need_closures = [*map(_needs_closure, self._wholes)]
+        self.needs_closure = any(self._need_closures)
 
     def _take_groups(
         self, number: int, whole: Optimizer, places: Mapping[int, int]
@@ -138,6 +139,10 @@ class Maker:
     def name_of(self, place: int) -> str:
         """Return the name of the class of the optimizer that steps a parameter."""
         return self._names[self._group_of.get(place, (0, 0))[0]]
+
+    def needs_closure_at(self, place: int) -> bool:
+        """Tell whether the optimizer that steps a parameter calls the model itself."""
+        return self.needs_closure and self._need_closures[self._group_of.get(place, (0, 0))[0]]
 
     def make(
         self, places: Sequence[int], stand_ins: Sequence[nn.Parameter]

@@ -24,6 +24,7 @@ from gpipebal.profiler.step.optimizer import Maker
 from gpipebal.units import format_bytes
 
 __all__ = [
+    "CALLS_MODEL",
     "OptimizerPeaks",
     "OptimizerState",
     "measure_optimizer",
@@ -38,6 +39,8 @@ REPEATS = 5
 LARGEST_STEPPED = 2**28
 #: At most this many bytes of a table with a sparse gradient are stepped to find its memory.
 LARGEST_TABLE = 2**22
+#: Why nothing is known of an optimizer that needs a closure.
+CALLS_MODEL = "a step calls the model"
 #: Bytes that no cache holds: writing this many leaves nothing else in it.
 BEYOND_CACHES = 2**26
 
@@ -160,8 +163,8 @@ def _steps(maker: Maker, device_type: str) -> list[_Step]:
 
 def _try_step(maker: Maker, place: int, device_type: str) -> _Step:
     """Step a stand-in without memory, or, because some optimizers read values, one on the CPU."""
-    if maker.needs_closure:
-        return _Step(None, None, why="a step calls the model")
+    if maker.needs_closure_at(place):
+        return _Step(None, None, why=CALLS_MODEL)
     if place in maker.sparse:  # torch does not work with sparse tensors without values
         ways = [partial(_step_table, maker, place, device_type)]
     else:
