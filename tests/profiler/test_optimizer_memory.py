@@ -13,8 +13,11 @@ from torch import nn
 import gpipebal as gb
 from gpipebal.memory.partitions import cells_of, optimizer_peak
 from gpipebal.pipeline import measure_memory
+from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.planner import evaluate
 from gpipebal.problem import to_bounds
+from gpipebal.profiler.memory.sparse_gradients import GradientKind
+from gpipebal.profiler.step import step
 from gpipebal.profiler.step.optimizer import Maker
 from gpipebal.profiler.step.step import optimizer_peaks, optimizer_state_bytes
 
@@ -274,6 +277,35 @@ def test_a_sparse_step_needs_memory_for_the_rows_of_the_mini_batch() -> None:
     assert states == [2 * 4 * 64 * rows for rows in (4_000, 40_000, 400_000)]
     assert 48 * 64 * 4 < peaks[0] < 8 * 48 * 64 * 4
     assert len(set(peaks)) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize(
+    ("rows", "entries"), [(6_000, 40), (6_000, 400), (6_000, 3_000), (6_000, 9_000), (10, 9_000)]
+)
+@pytest.mark.parametrize("make", [torch.optim.SparseAdam, torch.optim.Adagrad])
+def test_a_part_of_a_table_tells_of_all_of_it(
+    make: Any, rows: int, entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the mini-batch has few entries or more than there are rows."""
+    table = nn.Parameter(torch.zeros(rows, 8))
+    maker = Maker(make, [table])
+    maker.note_gradients({id(table): GradientKind(1, entries)})
+    whole = optimizer_state_bytes(maker), optimizer_peaks(maker, "cpu")
+    of_all = bytes_in_step(maker)
+    monkeypatch.setattr(step, "LARGEST_TABLE", 2**14)
+    state, peaks = optimizer_state_bytes(maker), optimizer_peaks(maker, "cpu")
+    assert state == whole[0]
+    assert peaks.bytes == [pytest.approx(whole[1].bytes[0], rel=0.01)]
+    assert bytes_in_step(maker) < of_all / 3
+
+
+def bytes_in_step(maker: Maker) -> int:
+    """Count what lives at most while stand-ins are stepped."""
+    ledger = Ledger()
+    with ledger.watch(0):
+        optimizer_state_bytes(maker)
+    return ledger.total_peak
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")

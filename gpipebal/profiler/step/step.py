@@ -143,6 +143,13 @@ class _Step(NamedTuple):
     why: str = ""
 
 
+class _Part(NamedTuple):
+    """The first rows of a table, and how many entries its sparse gradient has."""
+
+    rows: int
+    entries: int
+
+
 def _reasons(maker: Maker, found: Sequence[_Step]) -> dict[str, str]:
     return {maker.name_of(place): step.why for place, step in enumerate(found) if step.why}
 
@@ -184,46 +191,64 @@ def _try_step(maker: Maker, place: int, device_type: str) -> _Step:
 def _step_table(maker: Maker, place: int, device_type: str) -> _Step:
     """Step a stand-in for a parameter with a sparse gradient: a large one has fewer rows.
 
-    All bytes are then a line in the rows, as long as there are enough for the mini-batch.
+    All bytes are then a line in the rows, as long as there are enough for the mini-batch. If that
+    has many entries, rows and entries are fewer in one ratio, and all bytes are a line in that.
     """
-    table = maker.parameters[place]
+    table, kind = maker.parameters[place], maker.sparse[place]
     of_row = max(1, bytes_of(table) // max(1, len(table)))
-    rows = max(2 * maker.sparse[place].n_entries, LARGEST_TABLE // of_row, 2)
-    if len(table) <= rows:
-        return _step_alone(maker, place, device_type, on="cpu")
-    half = rows // 2
-    less, more = (_step_alone(maker, place, device_type, on="cpu", rows=n) for n in (half, rows))
+    most = max(4, LARGEST_TABLE // of_row)
 
-    def at_all(one: int | None, other: int | None) -> int:
+    def step(rows: int, entries: int) -> _Step:
+        part = _Part(rows, entries)
+        if rows <= most:
+            return _step_alone(maker, place, device_type, on="cpu", part=part)
+        less, more = (step(n, entries) for n in (most // 2, most))
+        return _on_line(less, more, (rows - most) / (most - most // 2))
+
+    if 2 * kind.n_entries <= most:
+        return step(len(table), kind.n_entries)
+    few = most // 2
+    less, more = (step(max(1, len(table) * n // kind.n_entries), n) for n in (few // 2, few))
+    found = _on_line(less, more, (kind.n_entries - few) / (few - few // 2))
+    # What is kept is for all rows, however many entries there are.
+    return found._replace(state_bytes=step(len(table), few).state_bytes)
+
+
+def _on_line(less: _Step, more: _Step, times: float) -> _Step:
+    """Go on from one step to another one, and then so many times as far."""
+
+    def at(one: int | None, other: int | None) -> int:
         assert one is not None and other is not None
-        return max(other, other + math.ceil((other - one) * (len(table) - rows) / (rows - half)))
+        return max(other, other + math.ceil((other - one) * times))
 
     return more._replace(
-        state_bytes=at_all(less.state_bytes, more.state_bytes),
-        peak_bytes=at_all(less.peak_bytes, more.peak_bytes),
-        left_bytes=at_all(less.left_bytes, more.left_bytes),
+        state_bytes=at(less.state_bytes, more.state_bytes),
+        peak_bytes=at(less.peak_bytes, more.peak_bytes),
+        left_bytes=at(less.left_bytes, more.left_bytes),
     )
 
 
 def _step_alone(
-    maker: Maker, place: int, device_type: str, *, on: str, rows: int | None = None
+    maker: Maker, place: int, device_type: str, *, on: str, part: _Part | None = None
 ) -> _Step:
-    one = _step_some(maker, [place], device_type, on, rows)
+    one = _step_some(maker, [place], device_type, on, part)
     if one.together or not one.peak_bytes:
         return one
-    two = _step_some(maker, [place, place], device_type, on, rows)
+    two = _step_some(maker, [place, place], device_type, on, part)
     return one._replace(left_bytes=max(0, (two.peak_bytes or 0) - one.peak_bytes))
 
 
 def _step_some(
-    maker: Maker, places: Sequence[int], device_type: str, on: str, rows: int | None
+    maker: Maker, places: Sequence[int], device_type: str, on: str, part: _Part | None
 ) -> _Step:
-    """Step stand-ins for parameters, each for the one in its place, or for its first rows."""
+    """Step stand-ins for parameters, each for the one in its place, or for a part of it."""
     stand_ins, kinds = list[nn.Parameter](), [maker.sparse.get(place) for place in places]
+    if part is not None:
+        kinds = [None if one is None else one._replace(n_entries=part.entries) for one in kinds]
     for place, kind in zip(places, kinds, strict=True):
         parameter = maker.parameters[place].detach()
-        part = parameter if rows is None else parameter[:rows]
-        stand_ins.append(nn.Parameter(torch.zeros_like(part, device=on)))
+        stand_in = parameter if part is None else parameter[: part.rows]
+        stand_ins.append(nn.Parameter(torch.zeros_like(stand_in, device=on)))
         # What is kept of earlier mini-batches is for all rows that they had.
         stand_ins[-1].grad = gradient_like(kind, stand_ins[-1], whole=True)
     stepper, is_fused = maker.make_plain(places, stand_ins, device_type)
