@@ -309,6 +309,18 @@ def bytes_in_step(maker: Maker) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adagrad])
+def test_the_estimated_time_of_a_sparse_step_is_that_of_its_rows(make: Any) -> None:
+    """However many rows the table has."""
+    times = set()
+    for rows in (50, 50_000):
+        model = nn.Sequential(nn.EmbeddingBag(rows, 8, mode="sum", sparse=True))
+        options: dict[str, Any] = {"optimizer": make, "method": "estimate"}
+        times.add(gb.profile_model(model, torch.ones(8, 3).long(), **options).step.optimizer_time)
+    assert len(times) == 1 and None not in times
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_a_table_that_is_used_densely_too_has_a_dense_gradient() -> None:
     """The sum of a sparse and a dense gradient is dense: Adam steps it, SparseAdam does not."""
 

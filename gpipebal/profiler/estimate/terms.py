@@ -94,7 +94,8 @@ def estimate_gather(outputs: Outputs, rates: DeviceRates) -> tuple[float, Value]
 def estimate_optimizer(maker: Maker, rates: DeviceRates) -> float | None:
     """Estimate the seconds of an optimizer's step, by the bytes that it reads and writes.
 
-    Parameters of one shape are stepped once. On CUDA optimizers work on all parameters in one
+    Parameters of one shape are stepped once; of those with sparse gradients as many rows as there
+    are entries, as if these were dense. On CUDA optimizers work on all parameters in one
     launch per operation; elsewhere on one parameter after the other.
 
     Returns:
@@ -107,11 +108,14 @@ def estimate_optimizer(maker: Maker, rates: DeviceRates) -> float | None:
     first = {maker.kind_of(place): place for place in reversed(places)}
     seconds, most_launches = 0.0, 0
     for kind, count in counts.items():
-        stepped = nn.Parameter(torch.empty_like(maker.parameters[first[kind]], device=META))
+        place = first[kind]
+        parameter, sparse = maker.parameters[place].detach(), maker.sparse.get(place)
+        worked_on = parameter if sparse is None else parameter[: sparse.n_entries]
+        stepped = nn.Parameter(torch.empty_like(worked_on, device=META))
         stepped.grad = torch.empty_like(stepped)
         costs = OperationCosts(rates)
         try:
-            stepper, _ = maker.make_plain([first[kind]], [stepped])
+            stepper, _ = maker.make_plain([place], [stepped])
             with global_hooks_left_out():
                 stepper.step()  # makes its state
                 with costs:
