@@ -78,7 +78,11 @@ def measure_layer_memory(
         return forward_and_backward(chain, k, value, ledger, constants, around)
 
     run = run_in(Surroundings())
-    of_parameters = tuple(GradientKind.of(one.grad) for one in layer.parameters())
+    of_parameters = tuple(
+        # A copy of what torch.jit made has parameters that are no leaves: none has a gradient.
+        GradientKind.of(one.grad if one.is_leaf else None)
+        for one in layer.parameters()
+    )
     columns, hands_on = _described(chain, k, arrived, run, keys_of_own, numbers)
     saved_buffers = sum(kept[key] for key in run.constant & kept.keys())
     held, through = BackwardRun.of(run), {place: at for place, (_, at) in run.through.items()}
