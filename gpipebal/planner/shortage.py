@@ -62,11 +62,11 @@ def least_with_waiting(posed: Posed) -> Lack | None:
     Returns:
         That partition; None: devices have several limits, or there are too many ways to look at.
     """
-    (limit, *others), question = set(posed.problem.limits), posed.question
+    limit, *others = set(posed.problem.limits)
     if limit is None or others or all_ways(posed, MOST_WAYS) is None:
         return None
     # The method that was asked for is for another objective.
-    free = replace(question, objective="peak_memory", method="auto", limits=None)
+    free = replace(posed.question, objective="peak_memory", method="auto", limits=None)
     plan = best_of(pose(free, posed.chunks)).plan
     if plan is None:
         return None

@@ -290,9 +290,9 @@ def _in_turn(peaks: OptimizerPeaks, places: Sequence[int], n_layers: int) -> Opt
         if group is not None:  # what is stepped at once leaves nothing
             groups.setdefault(group, [0] * n_layers)[k] += n_bytes
             continue
-        is_inside = before is not None and places[before] == k
         whole[k] = max(whole[k], n_bytes + left)
-        inside[k] = max(inside[k], n_bytes + left * is_inside)
+        is_inside = before is not None and places[before] == k
+        inside[k] = max(inside[k], n_bytes + left if is_inside else n_bytes)
     for sums in groups.values():
         whole, inside = (list(map(max, most, sums)) for most in (whole, inside))
     return OptimizerMemory(

@@ -242,7 +242,8 @@ def _step_some(
     maker: Maker, places: Sequence[int], device_type: str, on: str, part: _Part | None
 ) -> _Step:
     """Step stand-ins for parameters, each for the one in its place, or for a part of it."""
-    stand_ins, kinds = list[nn.Parameter](), [maker.sparse.get(place) for place in places]
+    stand_ins: list[nn.Parameter] = []
+    kinds = [maker.sparse.get(place) for place in places]
     if part is not None:
         kinds = [None if one is None else one._replace(n_entries=part.entries) for one in kinds]
     for place, kind in zip(places, kinds, strict=True):
