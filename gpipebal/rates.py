@@ -1,9 +1,9 @@
 """Rates: how fast devices are at best, to estimate times without the device.
 
-The table holds what the makers publish: operations a second of *dense* matrices (advertisements
-often give twice as much, for sparse ones), bytes a second from memory, and bytes of memory. A real
-program reaches a part of these rates, large matrices about two thirds, small operations far less:
-`DeviceRates.scaled` makes rates of a device that reaches given shares of its peaks.
+The table holds what the makers publish: operations per second of *dense* matrices (advertisements
+often give twice as much, for sparse ones), bytes per second from memory, and bytes of memory. A
+real program reaches a part of these rates, large matrices about two thirds, small operations far
+less: `DeviceRates.scaled` makes rates of a device that reaches given shares of its peaks.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class DeviceRates:
 
     Attributes:
         name: Name of the device.
-        flops: Floating-point operations a second by dtype, dense: ``"float32"``, ``"bfloat16"``
-            and so on, and ``"tensorfloat32"`` for float32 on tensor cores. A multiply-add is two.
-            A dtype that is missing has the rate of ``"float32"``.
-        bandwidth: Bytes a second to and from memory.
+        flops: Floating-point operations per second by dtype, dense: ``"float32"``,
+            ``"bfloat16"`` and so on, and ``"tensorfloat32"`` for float32 on tensor cores. A
+            multiply-add is two. A dtype that is missing has the rate of ``"float32"``.
+        bandwidth: Bytes per second to and from memory.
         memory_bytes: Bytes of memory that the maker states; None: as much as the machine has.
         device_type: ``"cuda"`` or ``"cpu"``: decides which kernels run.
         launch_time: Seconds that the device needs for an operation, however small.

@@ -26,8 +26,8 @@ class PeakMemory:
         outputs: On the last partition, the outputs, the target, the loss and their gradients, as
             far as they exist at that moment.
         waiting: What it has made and a busy neighbour has not taken yet. It depends on timing: this
-            much waits in the simulated timeline, each neighbour taken to be 30 % slower than
-            predicted.
+            much waits in the simulated timeline, each neighbour assumed to take 1.6 times its
+            predicted time.
     """
 
     parameters: int = 0

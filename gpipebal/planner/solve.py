@@ -95,8 +95,8 @@ def solve(
         any_order: Whether devices may change places; the plan's ``devices`` tell which runs what.
         memory_limit: Memory of a device, as bytes or as a text such as ``'16 GiB'``: one for all,
             or one for each. A partition may need what `reserve` leaves of it. This includes what
-            waits for busy neighbours, each taken to be 30 % slower than predicted. None: no limit.
-            Where a `Device` has a limit too, the lower one counts.
+            waits for busy neighbours, each assumed to take 1.6 times its predicted time. None: no
+            limit. Where a `Device` has a limit too, the lower one counts.
         reserve: Memory that is kept free on every device; None: 0 on CPUs, and on GPUs 512 MiB and
             a twentieth. The plan says how much.
         link: What connects the devices: everything that crosses a cut takes its time, a skip

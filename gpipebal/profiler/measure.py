@@ -82,17 +82,18 @@ def profile_model(
 
     The layers are measured as they are trained, in replicas that share only the parameters' memory
     with the model. Parameters, gradients, buffers, training flags, hooks, devices and random
-    numbers of the model are the same afterwards as before. Hooks of layers run in the replicas,
-    too. A model in training mode may have parts in evaluation mode (a frozen batch normalisation),
-    and is measured in these modes; one that is in evaluation mode itself is measured as if all of
-    it were trained. Autocast is that of the caller. Layers that `torch.compile` made, and functions
-    that they call, are timed compiled; their memory and operations are those of the code as
-    written. If torch compiled something meanwhile, it compiles it, and whatever else it has
-    compiled in the process, again at the next call.
+    numbers of the model are the same afterwards as before. Caches that layers keep outside of
+    themselves are restored; those of `functools.lru_cache` that have grown are emptied. Hooks of
+    layers run in the replicas, too. One profile is taken at a time in a process: a call in another
+    thread waits for its end.
 
-    One profile is taken at a time in a process: a call in another thread waits for its end. Caches
-    that layers keep outside of themselves are restored; those of `functools.lru_cache` that have
-    grown are emptied.
+    Autocast is that of the caller. A model in training mode may have parts in evaluation mode (a
+    frozen batch normalisation), and is measured in these modes; one that is in evaluation mode
+    itself is measured as if all of it were trained.
+
+    Layers that `torch.compile` made, and functions that they call, are timed compiled; their memory
+    and operations are those of the code as written. If torch compiled something meanwhile, it
+    compiles everything that it has compiled in the process again at the next call.
 
     Args:
         module: An `nn.Sequential`; its children are the layers.

@@ -123,7 +123,8 @@ def memory_over_time(timeline: Timeline, sizes: Sequence[HeldBytes]) -> tuple[Me
 
     An action takes memory at its start and gives it back at its end; of two actions in a row the
     second starts when the first has given back. What a partition has made for another one is its
-    own until the other begins the action that takes it.
+    own until the other begins the action that takes it; if the partition's next action starts at
+    the same instant, both count, so with layers that take no time the peak may be above the plan's.
 
     Args:
         timeline: When every action starts and ends.

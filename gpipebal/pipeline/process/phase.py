@@ -39,7 +39,8 @@ def is_checkpointing() -> bool:
 def is_recomputing() -> bool:
     """Tell a layer that this forward is a repetition, made in the backward.
 
-    A layer that counts its calls or updates a state must do so only where this is False.
+    A layer that counts its calls or updates a state of its own must do so only where this is False.
+    Registered buffers are different: update them in every call, as a recompute restores them.
 
     Returns:
         True inside the recompute of a checkpointed micro-batch, else False.
