@@ -51,106 +51,80 @@ class Stored:
     """One file.
 
     Attributes:
-        name: Its name, without ``.json``.
-        model: Name of the built-in model, or of the prediction benchmark's.
+        about: How its name begins: the model's name, or ``prediction-`` and that of one of the
+            prediction benchmark's, and what tells it from others.
+        device: How its name ends: ``cpu`` (one thread of two), ``h100``, or a device and
+            ``-estimate``.
         rows: Rows of the micro-batch; a mini-batch has eight of them.
         other_rows: Other rows.
-        estimate: Device to estimate for; None: measured, on a CPU with one thread of two.
-        on_cuda: Whether it is measured on the CUDA device that its name tells.
-        of_benchmark: Whether the model is one of the prediction benchmark's.
         image_size: Pixels of the side of an image.
         values: Arguments of the model.
     """
 
-    name: str
-    model: str
+    about: str
+    device: str
     rows: int
     other_rows: tuple[int, ...]
-    estimate: str | None = None
     image_size: int | None = None
     values: Mapping[str, int] = field(default_factory=dict)
-    on_cuda: bool = False
-    of_benchmark: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its name, without ``.json``."""
+        return f"{self.about}-rows{self.rows}-{self.device}"
+
+    @property
+    def of_benchmark(self) -> bool:
+        """Whether the model is one of the prediction benchmark's."""
+        return self.about.startswith("prediction-")
+
+    @property
+    def model(self) -> str:
+        """Name of the built-in model, or of the prediction benchmark's."""
+        if self.of_benchmark:
+            return self.about.removeprefix("prediction-")
+        return self.about.partition("-")[0]
+
+    @property
+    def estimate(self) -> str | None:
+        """Device to estimate for; None: it is measured."""
+        name = self.device.removesuffix("-estimate")
+        return name.upper() if name != self.device else None
 
     @property
     def kind(self) -> str:
         """How it is made: ``'estimate'``, ``'cpu'`` or ``'cuda'``."""
-        return "estimate" if self.estimate is not None else "cuda" if self.on_cuda else "cpu"
+        return "estimate" if self.estimate else "cpu" if self.device == "cpu" else "cuda"
 
 
+_AMOEBANET, _SMALL_AMOEBANET = {"L": 18, "D": 256}, {"L": 18, "D": 64}
+_UNET, _SMALL_UNET = {"B": 5, "C": 64}, {"B": 5, "C": 8}
 _GPT = {"layers": 24, "width": 2048, "heads": 16, "context": 1024}
 _SMALL_GPT = {"layers": 6, "width": 256, "heads": 4, "vocabulary": 8192, "context": 64}
 
 STORED = (
-    Stored("resnet101-224px-rows16-v100-estimate", "resnet101", 16, (32,), "V100", 224),
-    Stored(
-        "amoebanetd-L18-D256-224px-rows16-v100-estimate",
-        "amoebanetd",
-        16,
-        (4, 8, 32),
-        "V100",
-        224,
-        {"L": 18, "D": 256},
-    ),
-    Stored(
-        "unet-B5-C64-192px-rows4-v100-estimate",
-        "unet",
-        4,
-        (2, 8),
-        "V100",
-        192,
-        {"B": 5, "C": 64},
-    ),
-    Stored("gpt-24x2048-1024tokens-rows2-a100-estimate", "gpt", 2, (1, 4, 8), "A100", None, _GPT),
-    Stored("resnet101-64px-rows4-cpu", "resnet101", 4, (8,), None, 64),
-    Stored(
-        "amoebanetd-L18-D64-64px-rows4-cpu",
-        "amoebanetd",
-        4,
-        (2, 8),
-        None,
-        64,
-        {"L": 18, "D": 64},
-    ),
-    Stored("unet-B5-C8-64px-rows4-cpu", "unet", 4, (2, 8), None, 64, {"B": 5, "C": 8}),
-    Stored("gpt-6x256-64tokens-rows4-cpu", "gpt", 4, (2, 8), None, None, _SMALL_GPT),
-    Stored("resnet101-224px-rows16-h100", "resnet101", 16, (32,), None, 224, on_cuda=True),
-    Stored(
-        "amoebanetd-L18-D256-224px-rows16-h100",
-        "amoebanetd",
-        16,
-        (8, 32),
-        None,
-        224,
-        {"L": 18, "D": 256},
-        on_cuda=True,
-    ),
-    Stored(
-        "unet-B5-C64-192px-rows8-h100",
-        "unet",
-        8,
-        (4, 16),
-        None,
-        192,
-        {"B": 5, "C": 64},
-        on_cuda=True,
-    ),
-    Stored("gpt-24x2048-1024tokens-rows2-h100", "gpt", 2, (1, 4), None, None, _GPT, on_cuda=True),
+    Stored("resnet101-224px", "v100-estimate", 16, (32,), 224),
+    Stored("amoebanetd-L18-D256-224px", "v100-estimate", 16, (4, 8, 32), 224, _AMOEBANET),
+    Stored("unet-B5-C64-192px", "v100-estimate", 4, (2, 8), 192, _UNET),
+    Stored("gpt-24x2048-1024tokens", "a100-estimate", 2, (1, 4, 8), None, _GPT),
+    Stored("resnet101-64px", "cpu", 4, (8,), 64),
+    Stored("amoebanetd-L18-D64-64px", "cpu", 4, (2, 8), 64, _SMALL_AMOEBANET),
+    Stored("unet-B5-C8-64px", "cpu", 4, (2, 8), 64, _SMALL_UNET),
+    Stored("gpt-6x256-64tokens", "cpu", 4, (2, 8), None, _SMALL_GPT),
+    Stored("resnet101-224px", "h100", 16, (32,), 224),
+    Stored("amoebanetd-L18-D256-224px", "h100", 16, (8, 32), 224, _AMOEBANET),
+    Stored("unet-B5-C64-192px", "h100", 8, (4, 16), 192, _UNET),
+    Stored("gpt-24x2048-1024tokens", "h100", 2, (1, 4), None, _GPT),
     # Micro-batches of 8, 4 and 1 chunks, which the benchmark runs.
-    *(
-        Stored(f"prediction-{model}-rows{rows}-cpu", model, rows, others, of_benchmark=True)
-        for model, rows, others in (
-            ("mlp", 64, (128, 512)),
-            ("uneven", 48, (96, 384)),
-            ("convolutions", 6, (12, 48)),
-            ("residual", 4, (8, 32)),
-            ("u-net", 4, (8, 32)),
-            ("resnet", 4, (8, 32)),
-            ("transformer", 2, (4, 16)),
-            ("recurrent", 8, (16, 64)),
-            ("dropout", 3, (6, 24)),
-        )
-    ),
+    Stored("prediction-mlp", "cpu", 64, (128, 512)),
+    Stored("prediction-uneven", "cpu", 48, (96, 384)),
+    Stored("prediction-convolutions", "cpu", 6, (12, 48)),
+    Stored("prediction-residual", "cpu", 4, (8, 32)),
+    Stored("prediction-u-net", "cpu", 4, (8, 32)),
+    Stored("prediction-resnet", "cpu", 4, (8, 32)),
+    Stored("prediction-transformer", "cpu", 2, (4, 16)),
+    Stored("prediction-recurrent", "cpu", 8, (16, 64)),
+    Stored("prediction-dropout", "cpu", 3, (6, 24)),
 )
 
 
@@ -222,14 +196,12 @@ def make(stored: Stored, timeout: float | None = None) -> Profile:
     }
     if stored.estimate is not None:
         terms |= {"method": "estimate", "rates": stored.estimate}
-    elif stored.on_cuda:
+    elif stored.kind == "cuda":
         if not torch.cuda.is_available():
             sys.exit(f"{stored.name} is measured on CUDA.\nFix: run this where torch has CUDA.")
         found = torch.cuda.get_device_name()
-        if "H100" not in found:
-            sys.exit(
-                f"{stored.name} is of an H100, and this is {found}.\nFix: an entry of its own."
-            )
+        if stored.device.upper() not in found:
+            sys.exit(f"{stored.name} is not of this {found}.\nFix: an entry of its own.")
         terms |= {"device": "cuda", "timeout": timeout}
     else:
         terms |= {"device": "cpu", "partitions": 2, "timeout": timeout}
