@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-__all__ = ["Bar"]
+from benchmark_tools.text import table
+
+__all__ = ["Bar", "bars_table"]
 
 
 class Bar(NamedTuple):
@@ -30,3 +33,43 @@ class Bar(NamedTuple):
         if self.value is None or self.limit is None:
             return None
         return self.value <= self.limit if self.at_most else self.value >= self.limit
+
+    @property
+    def verdict(self) -> str:
+        """The same in words; nothing where there is no bar, or no figure."""
+        return {True: "reached", False: "NOT REACHED", None: ""}[self.reached]
+
+    def limit_text(self, show: Callable[[Bar, float], str]) -> str:
+        """Write what the figure must reach; nothing where there is no bar."""
+        if self.limit is None:
+            return ""
+        return f"{'<=' if self.at_most else '>='} {show(self, self.limit)}"
+
+
+def bars_table(
+    bars: Iterable[Bar],
+    show: Callable[[Bar, float], str],
+    *,
+    show_limit: Callable[[Bar, float], str] | None = None,
+    header: tuple[str, str, str] = ("figure", "bar", "where"),
+) -> str:
+    """Write a line for each bar: limit, figure, verdict, and where the figure comes from.
+
+    Args:
+        bars: The bars.
+        show: Writes a bar's figure.
+        show_limit: Writes its limit; None: `show` does.
+        header: What the columns of names, limits and places are called.
+    """
+    rows = [
+        [
+            bar.name,
+            bar.limit_text(show_limit or show),
+            "not measured" if bar.value is None else show(bar, bar.value),
+            bar.verdict,
+            bar.where,
+        ]
+        for bar in bars
+    ]
+    name, limit, where = header
+    return table([name, limit, "value", "", where], rows, left=(0, 3, 4))

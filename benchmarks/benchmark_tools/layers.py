@@ -1,11 +1,11 @@
-"""Layers that models of several benchmarks have."""
+"""Layers, and a loss, that models of several benchmarks have."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Block"]
+__all__ = ["Block", "by_token"]
 
 
 class Block(nn.Module):
@@ -26,3 +26,8 @@ class Block(nn.Module):
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def by_token(output: Tensor, target: Tensor) -> Tensor:
+    """Return the cross entropy of texts, over all tokens."""
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())

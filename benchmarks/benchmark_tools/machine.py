@@ -6,8 +6,9 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,14 @@ from gpipebal.pipeline.layers.devices import visible_cores
 
 __all__ = [
     "OtherLoad",
+    "Progress",
     "describe",
+    "describe_counts",
     "package_version",
     "place",
     "provenance",
     "settings",
+    "software",
     "versions",
 ]
 
@@ -75,12 +79,23 @@ def package_version(package: str) -> str | None:
 
 def describe(about: dict[str, Any]) -> list[str]:
     """Write what `provenance` returned as lines of a README."""
+    place = f"{about['cpu']}, {about['cores']} cores, {about['system']}, {about['date']}"
+    return [place, *software(about)]
+
+
+def software(about: dict[str, Any]) -> list[str]:
+    """Write the versions, and what of the environment changes times."""
     settings = ", ".join(f"{name}={value}" for name, value in about["settings"].items())
     return [
-        f"{about['cpu']}, {about['cores']} cores, {about['system']}, {about['date']}",
         f"Python {about['python']}, torch {about['torch']}, gpipebal {about['gpipebal']}",
         settings or "no settings of the allocator",
     ]
+
+
+def describe_counts(about: dict[str, Any]) -> str:
+    """Write what `provenance` returned in one line, for what no clock decides."""
+    place = f"{about['date']}, {about['cores']} cores ({about['system']})"
+    return f"{place}, {software(about)[0]}"
 
 
 def _cpu_name() -> str:
@@ -102,13 +117,6 @@ class OtherLoad:
     def __init__(self) -> None:
         self._busy, self._own, self._clock = _busy_seconds(), _own_seconds(), time.monotonic()
 
-    def end(self, told: Callable[[str], None]) -> float | None:
-        """Return the share as it is stored, and tell of a machine that was not quiet."""
-        share = self.share()
-        if share is None or share > QUIET:
-            told(f"warning: the machine was not quiet, or that is not known: other load {share}")
-        return None if share is None else round(share, 4)
-
     def share(self) -> float | None:
         """Return the share, 0 to 1, with what a hypervisor took; None where it is unknown."""
         now = _busy_seconds()
@@ -117,6 +125,30 @@ class OtherLoad:
         seconds = (now - self._busy) - (_own_seconds() - self._own)
         cores = os.cpu_count() or 1
         return max(0.0, seconds / ((time.monotonic() - self._clock) * cores))
+
+
+class Progress:
+    """How far a benchmark is, how long it has taken, and what else ran meanwhile."""
+
+    def __init__(self) -> None:
+        self._load, self._started = OtherLoad(), time.monotonic()
+
+    def told(self, line: str) -> None:
+        """Write a line, behind the seconds so far."""
+        seconds = time.monotonic() - self._started
+        print(f"{seconds:5.0f} s  {line}", file=sys.stderr, flush=True)
+
+    @property
+    def minutes(self) -> float:
+        """Minutes so far, as they are stored."""
+        return round((time.monotonic() - self._started) / 60, 2)
+
+    def end(self) -> dict[str, float | None]:
+        """Return what is stored of it, and tell of a machine that was not quiet."""
+        share = self._load.share()
+        if share is None or share > QUIET:
+            self.told(f"warning: the machine was not quiet, or that is not known: {share}")
+        return {"minutes": self.minutes, "other_load": None if share is None else round(share, 4)}
 
 
 def _busy_seconds() -> float | None:

@@ -12,12 +12,40 @@ none in common; torch then uses their streams. It needs the package ``cuda-bindi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 
-__all__ = ["about_shares", "seconds_of_product", "shares_of_device"]
+__all__ = [
+    "Place",
+    "about_shares",
+    "computing_on",
+    "device_of",
+    "seconds_of_product",
+    "shares_of_device",
+    "wait_for",
+]
+
+#: Where a partition runs: a device, or a share of one.
+Place = torch.device | torch.cuda.Stream
+
+
+def device_of(place: Place) -> torch.device:
+    """Return the device that a place is on."""
+    return place.device if isinstance(place, torch.cuda.Stream) else place
+
+
+def computing_on(place: Place) -> AbstractContextManager[Any]:
+    """Let the caller compute on a share; on a device it does so anyhow."""
+    return torch.cuda.stream(place) if isinstance(place, torch.cuda.Stream) else nullcontext()
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a device is done; a CPU always is."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @cache

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from gpipebal.files import atomic_path
 from gpipebal.text import aligned
 
-__all__ = ["block", "fill_in", "gib", "percent", "percent_or_unknown", "table", "write_readme"]
+__all__ = [
+    "Column",
+    "block",
+    "columns",
+    "fill_in",
+    "gib",
+    "other_load",
+    "percent",
+    "percent_or_unknown",
+    "section",
+    "signed",
+    "table",
+    "write_readme",
+]
+
+Row = TypeVar("Row")
+#: A column of a table: its heading, and what a row has there.
+Column = tuple[str, Callable[[Row], str]]
 
 
 def fill_in(text: str, blocks: Mapping[str, str], source: str = "results.json") -> str:
@@ -62,6 +80,26 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequenc
     return "\n".join(aligned([header, *rows], left))
 
 
+def columns(
+    rows: Iterable[Row], described: Sequence[Column[Row]], *, left: Sequence[int] = ()
+) -> str:
+    """Write a line for each row, by a description of the columns: see `table`.
+
+    Example:
+        >>> print(columns([3, 12], [("n", str), ("n * n", lambda n: str(n * n))]))
+         n  n * n
+         3      9
+        12    144
+    """
+    lines = [[cell(row) for _, cell in described] for row in rows]
+    return table([heading for heading, _ in described], lines, left=left)
+
+
+def section(heading: str, text: str) -> str:
+    """Set text off as it is, under a heading."""
+    return f"### {heading}\n\n{block(text)}"
+
+
 def gib(n_bytes: float | None) -> str:
     """Write bytes in GiB, to a hundredth; None is a dash.
 
@@ -72,17 +110,28 @@ def gib(n_bytes: float | None) -> str:
     return "-" if n_bytes is None else f"{n_bytes / 2**30:.2f}"
 
 
-def percent(fraction: float | None, *, sign: bool = False) -> str:
+def percent(fraction: float | None) -> str:
     """Write a fraction to a tenth of a percent; None is a dash.
 
     Example:
-        >>> percent(0.125), percent(-0.0001, sign=True), percent(0.02, sign=True)
-        ('12.5%', '0.0%', '+2.0%')
+        >>> percent(0.125), percent(-0.0001), percent(None)
+        ('12.5%', '0.0%', '-')
     """
-    if fraction is None:
-        return "-"
-    text = f"{fraction:+.1%}" if sign else f"{fraction:.1%}"
-    # No sign for what rounds to nothing.
+    return "-" if fraction is None else _unsigned_zero(f"{fraction:.1%}")
+
+
+def signed(fraction: float | None) -> str:
+    """Write the same so that over is told from under.
+
+    Example:
+        >>> signed(0.02), signed(-0.02), signed(-0.0001)
+        ('+2.0%', '-2.0%', '0.0%')
+    """
+    return "-" if fraction is None else _unsigned_zero(f"{fraction:+.1%}")
+
+
+def _unsigned_zero(text: str) -> str:
+    """Take the sign off what rounds to nothing."""
     return text.lstrip("+-") if float(text[:-1]) == 0 else text
 
 
@@ -94,3 +143,8 @@ def percent_or_unknown(fraction: float | None) -> str:
         ('1.2 %', 'unknown')
     """
     return "unknown" if fraction is None else f"{100 * fraction:.1f} %"
+
+
+def other_load(share: float | None) -> str:
+    """Write what `machine.OtherLoad` found, for a README's *Environment*."""
+    return f"other programs' share of the cores meanwhile: {percent_or_unknown(share)}"

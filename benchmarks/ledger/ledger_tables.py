@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmark_tools.machine import describe_counts
 from benchmark_tools.text import block, table
-
-__all__ = ["FORMAT", "SMALL", "VERSION", "blocks", "difference", "summary"]
 
 FORMAT = "gpipebal-benchmark-ledger"
 VERSION = 1
@@ -46,16 +45,12 @@ def summary(record: dict[str, Any]) -> str:
 
 def blocks(record: dict[str, Any]) -> dict[str, str]:
     """Return the blocks of the README by their names."""
-    made = record["provenance"]
-    where = (
-        f"{made['date']}, {made['cores']} cores ({made['system']}), Python {made['python']}, torch "
-        f"{made['torch']}, gpipebal {made['gpipebal']}; {made['minutes']} minutes."
-    )
+    about = record["provenance"]
     return {
         "result": block(summary(record)),
-        "more": block(_listed(record, "backward", more=True)),
-        "less": block(_listed(record, "backward", more=False)),
-        "environment": where,
+        "more": block(_listed(record["operators"], more=True)),
+        "less": block(_listed(record["operators"], more=False)),
+        "environment": f"{describe_counts(about)}; {about['minutes']} minutes.",
     }
 
 
@@ -63,11 +58,11 @@ def _n_more(differing: list[list[int]]) -> int:
     return sum(difference(peaks) > 0 for peaks in differing)
 
 
-def _listed(record: dict[str, Any], phase: str, *, more: bool) -> str:
-    """List the operators of which the ledger counts more, or less: each by its farthest sample."""
+def _listed(operators: list[dict[str, Any]], *, more: bool) -> str:
+    """List operators for whose backward the ledger counts more, or less: by the farthest sample."""
     found = []
-    for operator in record["operators"]:
-        differ = [peaks for peaks in operator[phase] if (difference(peaks) > 0) is more]
+    for operator in operators:
+        differ = [peaks for peaks in operator["backward"] if (difference(peaks) > 0) is more]
         if differ:
             counted, allocated = max(differ, key=lambda peaks: abs(difference(peaks)) / max(peaks))
             found.append((operator["name"], len(differ), operator["samples"], counted, allocated))

@@ -9,11 +9,9 @@ tests, once under the ledger and once unwatched under `torch.profiler`.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +27,9 @@ from gpipebal.pipeline.observers.ledger import Ledger
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmark_tools.allocator import mark, peaks_between_marks
-from benchmark_tools.machine import provenance
-from benchmark_tools.text import write_readme
-from ledger_tables import FORMAT, VERSION, blocks, difference, summary
+from benchmark_tools.machine import Progress, provenance
+from benchmark_tools.script import parser_of, publish
+from ledger_tables import FORMAT, VERSION, blocks, difference
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
@@ -41,34 +39,25 @@ MOST_SAMPLES = 12
 
 #: Inputs, keyword arguments among them, and what runs on them.
 Inputs = tuple[Any, Any, Any]
-Run = Callable[[Inputs], Any]
+Operation = Callable[[Inputs], Any]
 
 
 def main() -> None:
     """Count, store, print, and write the README."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULTS, help="result file (%(default)s)")
-    parser.add_argument("--operator", action="append", help="only this, by torch's name")
-    parser.add_argument("--readme", action="store_true", help="only write the README's tables")
-    arguments = parser.parse_args()
-    if arguments.operator and arguments.out.resolve() == RESULTS.resolve():
-        parser.error("--operator makes no complete result: give another file as --out")
+    arguments = parser_of(__doc__, RESULTS).parse_args()
     if not arguments.readme:
-        write_record(arguments.out, measure(arguments.operator))
-    record = read_record(arguments.out, FORMAT, VERSION)
-    print(summary(record))
-    if arguments.out.resolve() == RESULTS.resolve():
-        write_readme(HERE / "README.md", blocks(record))
+        write_record(arguments.out, measure())
+    publish(arguments.out, RESULTS, blocks(read_record(arguments.out, FORMAT, VERSION)))
 
 
-def measure(names: list[str] | None) -> dict[str, Any]:
+def measure(names: Collection[str] = ()) -> dict[str, Any]:
     """Count all operators, or those named, and return the record to store."""
     # Only torch's tests have samples of all operators. They need the package expecttest. Importing
     # them forbids the process to set torch's flags from then on, but for this block.
     with torch.backends.__allow_nonbracketed_mutation():
         from torch.testing._internal.common_methods_invocations import op_db
 
-    started = time.monotonic()
+    progress = Progress()
     operators: list[dict[str, Any]] = []
     n_failed = 0
     for operator in op_db:
@@ -97,10 +86,7 @@ def measure(names: list[str] | None) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": VERSION,
-        "provenance": {
-            **provenance(),
-            "minutes": round((time.monotonic() - started) / 60, 2),
-        },
+        "provenance": {**provenance(), "minutes": progress.minutes},
         "failed": n_failed,
         "operators": operators,
     }
@@ -143,7 +129,7 @@ def compare(operator: Any, sample: Any) -> list[list[int]] | None:
     return [[counts[0], reports[0]], [counts[1], reports[1]]]
 
 
-def counted(make: Callable[[], Inputs], run: Run) -> tuple[int, int] | None:
+def counted(make: Callable[[], Inputs], run: Operation) -> tuple[int, int] | None:
     """Return the peaks of a forward and a backward by the ledger."""
     inputs, ledger = make(), Ledger()
     ledger.hold(pytree.tree_leaves(inputs), 0)
@@ -159,7 +145,7 @@ def counted(make: Callable[[], Inputs], run: Run) -> tuple[int, int] | None:
         return forward, ledger.total_peak - before
 
 
-def allocated(make: Callable[[], Inputs], run: Run) -> tuple[int, int] | None:
+def allocated(make: Callable[[], Inputs], run: Operation) -> tuple[int, int] | None:
     """Return the same by what torch's allocator reports.
 
     It reports no end of what began before, so all is made while it reports.

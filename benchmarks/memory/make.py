@@ -3,7 +3,6 @@
     python benchmarks/memory/make.py            all; writes results.json and the README's tables
     python benchmarks/memory/make.py --only "unet pipeline-8"    one experiment anew
     python benchmarks/memory/make.py --measure  the full sizes on a CUDA device, where they fit
-    python benchmarks/memory/make.py --merge measured.json    add what was measured elsewhere
     python benchmarks/memory/make.py --readme   write the README's tables from results.json
 
 Without `--measure` it needs no device, and no clock: every figure is a count of bytes, the same on
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -27,13 +25,12 @@ from gpipebal.files import read_record, write_record
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmark_tools.devices import P40
-from benchmark_tools.machine import provenance
-from benchmark_tools.text import write_readme
+from benchmark_tools.machine import Progress, provenance
+from benchmark_tools.script import parser_of, publish
 from memory_benchmark import tables
-from memory_benchmark.count import count
 from memory_benchmark.estimate import MEMORY_LIMIT, estimate
 from memory_benchmark.experiments import EXPERIMENTS, reduced
-from memory_benchmark.measure import ORDER, free_bytes, measure
+from memory_benchmark.measure import ORDER, count, free_bytes, measure
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
@@ -43,17 +40,12 @@ def main() -> None:
     """Estimate, count or measure, store, print, and write the README."""
     arguments = parse()
     failed = []
-    if arguments.merge is not None:
-        merge(arguments.out, arguments.merge)
-    elif arguments.measure:
-        device = torch.device(arguments.device)
-        failed = make_measured(arguments.out, arguments.only, device, arguments.seconds)
+    if arguments.measure:
+        failed = make_measured(arguments.out, arguments.only, torch.device("cuda:0"))
     elif not arguments.readme:
         make(arguments.out, arguments.only)
-    record = tables.upgraded(read_record(arguments.out, tables.FORMAT, tables.VERSION))
-    print(tables.summary(record))
-    if arguments.out.resolve() == RESULTS.resolve():
-        write_readme(HERE / "README.md", tables.blocks(record))
+    record = read_record(arguments.out, tables.FORMAT, tables.VERSION)
+    publish(arguments.out, RESULTS, tables.blocks(record))
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 
@@ -61,25 +53,17 @@ def main() -> None:
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     keys = [experiment.key for experiment in EXPERIMENTS]
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULTS, help="result file (%(default)s)")
+    parser = parser_of(__doc__, RESULTS)
     parser.add_argument(
         "--only", action="append", choices=keys, help="one experiment anew; repeatable"
     )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--measure", action="store_true", help="run the full sizes that fit")
-    what.add_argument("--merge", type=Path, help="add what another result file has measured")
-    what.add_argument("--readme", action="store_true", help="only write the README's tables")
-    parser.add_argument(
-        "--seconds", type=float, help="with --measure: start no experiment after so many"
-    )
-    parser.add_argument("--device", default="cuda:0", help="with --measure (%(default)s)")
+    parser.add_argument("--measure", action="store_true", help="run the full sizes that fit")
     return parser.parse_args(words)
 
 
 def make(path: Path, only: list[str] | None = None) -> None:
     """Estimate and count all experiments, or some, and put them into a result file."""
-    started = time.monotonic()
+    progress = Progress()
     torch.set_num_threads(1)
     record = _old(path)
     for experiment in EXPERIMENTS:
@@ -98,27 +82,24 @@ def make(path: Path, only: list[str] | None = None) -> None:
             },
         }
         _write(path, record)
-        print(f"{time.monotonic() - started:5.0f} s  {experiment.key}", file=sys.stderr)
+        progress.told(experiment.key)
 
 
-def make_measured(
-    path: Path, only: list[str] | None, device: torch.device, seconds: float | None = None
-) -> list[str]:
+def make_measured(path: Path, only: list[str] | None, device: torch.device) -> list[str]:
     """Measure all experiments that fit a device, or some of them, and put them into a result file.
 
-    Each is stored as soon as it is measured. One that fails is told and leaves the others their
-    turn.
+    Each is stored as soon as it is measured, so that a run that is ended has not measured in vain.
+    One that fails is told and leaves the others their turn.
 
     Args:
         path: The file; where it is none yet, it will have only what was measured.
         only: Keys of experiments; None or empty: all.
         device: Where all partitions are.
-        seconds: No experiment begins later than this; None: however late.
 
     Returns:
         The keys of those that failed.
     """
-    started = time.monotonic()
+    progress = Progress()
     estimates = _old(RESULTS)
     record = _old(path)
     # So that a file that cannot be written is told now.
@@ -127,14 +108,11 @@ def make_measured(
     for key in ORDER:
         if only and key not in only:
             continue
-        if seconds is not None and time.monotonic() - started > seconds:
-            print(f"not begun after {seconds:g} s: {key}", file=sys.stderr)
-            continue
         estimated = tables.on_one_device(estimates, key)
         free = free_bytes(device)
         if estimated is not None and free is not None and sum(estimated) > free:
             need = f"{sum(estimated) / 2**30:.1f} of {free / 2**30:.1f} GiB"
-            print(f"does not fit, {need} needed: {key}", file=sys.stderr)
+            progress.told(f"does not fit, {need} needed: {key}")
             continue
         experiment = next(e for e in EXPERIMENTS if e.key == key)
         try:
@@ -144,21 +122,8 @@ def make_measured(
             failed.append(key)
             continue
         _write(path, record)
-        print(f"{time.monotonic() - started:5.0f} s  {key}", file=sys.stderr, flush=True)
+        progress.told(key)
     return failed
-
-
-def merge(path: Path, other: Path) -> None:
-    """Add what another result file has measured to a result file.
-
-    Args:
-        path: The file to write; what it has measured of the same experiments is replaced.
-        other: The file to read.
-    """
-    record = _old(path)
-    found = tables.upgraded(read_record(other, tables.FORMAT, tables.VERSION))
-    record["measured"] |= found["measured"]
-    _write(path, record)
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:
@@ -172,15 +137,9 @@ def _write(path: Path, record: dict[str, Any]) -> None:
 def _old(path: Path) -> dict[str, Any]:
     """Return the record to add to."""
     if path.exists():
-        return tables.upgraded(read_record(path, tables.FORMAT, tables.VERSION))
-    return {
-        "format": tables.FORMAT,
-        "version": tables.VERSION,
-        "provenance": {},
-        "full": {},
-        "reduced": {},
-        "measured": {},
-    }
+        return read_record(path, tables.FORMAT, tables.VERSION)
+    parts = {name: {} for name in ("provenance", "full", "reduced", "measured")}
+    return {"format": tables.FORMAT, "version": tables.VERSION, **parts}
 
 
 if __name__ == "__main__":

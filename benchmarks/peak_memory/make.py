@@ -9,9 +9,7 @@ started and ended is recorded, and the formula has the same clock.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -35,10 +33,10 @@ from gpipebal.timeline import EventTable, Timeline
 # What all benchmarks have in common is next to their folders.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmark_tools.machine import provenance
-from benchmark_tools.text import write_readme
+from benchmark_tools.machine import Progress, provenance
+from benchmark_tools.script import parser_of, publish
 from peak_memory_models import MODELS, Model
-from peak_memory_tables import FORMAT, VERSION, blocks, summary
+from peak_memory_tables import FORMAT, VERSION, blocks
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
@@ -56,37 +54,25 @@ CHUNKS = (4, 8)
 
 def main() -> None:
     """Measure, store, print, and write the README."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULTS, help="result file (%(default)s)")
-    parser.add_argument("--model", action="append", choices=list(MODELS), help="only this")
-    parser.add_argument("--readme", action="store_true", help="only write the README's tables")
-    arguments = parser.parse_args()
-    if arguments.model and arguments.out.resolve() == RESULTS.resolve():
-        parser.error("--model makes no complete result: give another file as --out")
+    arguments = parser_of(__doc__, RESULTS).parse_args()
     if not arguments.readme:
-        write_record(arguments.out, measure(arguments.model or list(MODELS)))
-    record = read_record(arguments.out, FORMAT, VERSION)
-    print(summary(record))
-    if arguments.out.resolve() == RESULTS.resolve():
-        write_readme(HERE / "README.md", blocks(record))
+        write_record(arguments.out, measure())
+    publish(arguments.out, RESULTS, blocks(read_record(arguments.out, FORMAT, VERSION)))
 
 
-def measure(names: list[str]) -> dict[str, Any]:
-    """Measure models in all ways, and return the record to store."""
-    started = time.monotonic()
+def measure() -> dict[str, Any]:
+    """Measure all models in all ways, and return the record to store."""
+    progress = Progress()
     rows: list[dict[str, Any]] = []
-    for name in names:
+    for name, model in MODELS.items():
         for chunks in CHUNKS:
-            rows += measure_model(name, MODELS[name], chunks)
-            print(f"{time.monotonic() - started:5.0f} s  {name}, {chunks} micro-batches")
+            rows += measure_model(name, model, chunks)
+            progress.told(f"{name}, {chunks} micro-batches")
     return {
         "format": FORMAT,
         "version": VERSION,
-        "provenance": {
-            **provenance(),
-            "minutes": round((time.monotonic() - started) / 60, 2),
-        },
-        "models": {name: MODELS[name].about for name in names},
+        "provenance": {**provenance(), "minutes": progress.minutes},
+        "models": {name: model.about for name, model in MODELS.items()},
         "rows": rows,
     }
 

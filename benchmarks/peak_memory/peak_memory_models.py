@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from benchmark_tools.layers import Block
+from benchmark_tools.layers import Block, by_token
 from torch import Tensor, nn
-from torch.nn import functional as F
-
-__all__ = ["MODELS", "Model"]
 
 
 @dataclass(frozen=True)
@@ -54,10 +51,6 @@ def _transformer() -> list[nn.Module]:
     return [nn.Embedding(vocabulary, width), *blocks, nn.LayerNorm(width), head]
 
 
-def _by_token(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
 def _momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
 
@@ -89,7 +82,7 @@ MODELS = {
         "6 blocks of width 128, vocabulary of 8192, 16 texts of 64 tokens, cross entropy, Adam",
         _transformer,
         lambda: (torch.randint(8192, (16, 64)), torch.randint(8192, (16, 64))),
-        _by_token,
+        by_token,
         _adam,
         {2: [5, 4], 4: [3, 2, 2, 2]},
     ),

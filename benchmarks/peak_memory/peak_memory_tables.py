@@ -5,18 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmark_tools.text import percent
-
-__all__ = [
-    "FORMAT",
-    "GOAL",
-    "VERSION",
-    "blocks",
-    "errors_of",
-    "errors_of_plan",
-    "summary",
-    "within_clock",
-]
+from benchmark_tools.machine import describe_counts
+from benchmark_tools.text import block, signed
 
 FORMAT = "gpipebal-benchmark-peak-memory"
 VERSION = 3
@@ -51,28 +41,33 @@ def within_clock(row: dict[str, Any]) -> list[bool]:
     ]
 
 
-def summary(record: dict[str, Any]) -> str:
+def blocks(record: dict[str, Any]) -> dict[str, str]:
+    """Return everything that the record says as blocks of a README, by their marks."""
+    parts = [block(_summary(record["rows"]))]
+    for name, about in record["models"].items():
+        rows = [row for row in record["rows"] if row["model"] == name]
+        parts += [f"### {name}", f"{about}.", block("\n".join([_HEADER, *map(_cells, rows)]))]
+    about = record["provenance"]
+    where = f"{describe_counts(about)}; {about['minutes']:.1f} minutes."
+    return {"result": "\n\n".join(parts), "environment": where}
+
+
+def _summary(rows: Sequence[dict[str, Any]]) -> str:
     """Say how many predictions hold, which is the worst, and list those that do not."""
-    rows = record["rows"]
     errors = [error for row in rows for error in errors_of(row)]
-    sums = [_error_of_sum(row) for row in rows]
-    in_range = [inside for row in rows for inside in within_clock(row)]
-    n_missed = sum(abs(error) > GOAL for error in errors)
-    n_clock = sum(
-        abs(error) > GOAL and inside for error, inside in zip(errors, in_range, strict=True)
-    )
     planned = [error for row in rows for error in errors_of_plan(row)]
-    n_under, n_under_plan = (sum(error < -0.01 for error in found) for found in (errors, planned))
+    in_range = [inside for row in rows for inside in within_clock(row)]
+    missed = [inside for error, inside in zip(errors, in_range, strict=True) if abs(error) > GOAL]
     lines = [
         _held("partitions", errors),
-        f"of the other {n_missed}, {n_clock} are within it without what neighbours took while the "
-        "action of the peak ran",
-        f"{n_under} of {len(errors)} partitions predicted more than 1% too low",
-        _held("sums over the partitions of a pipeline", sums),
+        f"of the other {len(missed)}, {sum(missed)} are within it without what neighbours took "
+        "while the action of the peak ran",
+        _too_low(errors),
+        _held("sums over the partitions of a pipeline", list(map(_error_of_sum, rows))),
         "",
         "Plans, which do not know the timing of the step and have a margin:",
         _held("partitions", planned),
-        f"{n_under_plan} of {len(planned)} partitions predicted more than 1% too low",
+        _too_low(planned),
     ]
     beyond = [row for row in rows if any(abs(error) > GOAL for error in errors_of(row))]
     if beyond:
@@ -81,18 +76,15 @@ def summary(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def blocks(record: dict[str, Any]) -> dict[str, str]:
-    """Return everything that the record says as blocks of a README, by their marks."""
-    return {"result": _results(record), "environment": _environment(record)}
+def _held(what: str, errors: Sequence[float]) -> str:
+    n_held = sum(abs(error) <= GOAL for error in errors)
+    worst = signed(max(errors, key=abs))
+    return f"{n_held} of {len(errors)} {what} within {GOAL:.0%}; the one farthest off by {worst}"
 
 
-def _results(record: dict[str, Any]) -> str:
-    parts = [f"```\n{summary(record)}\n```"]
-    for name, about in record["models"].items():
-        rows = [row for row in record["rows"] if row["model"] == name]
-        lines = [_HEADER, *map(_cells, rows)]
-        parts += [f"### {name}", f"{about}.", "```\n" + "\n".join(lines) + "\n```"]
-    return "\n\n".join(parts)
+def _too_low(errors: Sequence[float]) -> str:
+    n_under = sum(error < -0.01 for error in errors)
+    return f"{n_under} of {len(errors)} partitions predicted more than 1% too low"
 
 
 _HEADER = (
@@ -103,30 +95,13 @@ _HEADER = (
 
 def _cells(row: dict[str, Any]) -> str:
     counted = " ".join(f"{n_bytes / _MIB:7.2f}" for n_bytes in row["counted"])
-    errors = " ".join(f"{percent(error, sign=True):>7}" for error in errors_of(row))
+    errors = " ".join(f"{signed(error):>7}" for error in errors_of(row))
     return (
         f"{row['way']:<13} {row['mode']:<11} {row['chunks']:>6}  {counted:<31} {errors:<31} "
-        f"{sum(row['counted']) / _MIB:7.2f} {percent(_error_of_sum(row), sign=True):>7} "
+        f"{sum(row['counted']) / _MIB:7.2f} {signed(_error_of_sum(row)):>7} "
         f"{row['counted_at_once'] / _MIB:8.2f}"
     )
 
 
 def _error_of_sum(row: dict[str, Any]) -> float:
     return float(sum(peak["total"] for peak in row["predicted"]) / sum(row["counted"]) - 1)
-
-
-def _held(what: str, errors: Sequence[float]) -> str:
-    n_held = sum(abs(error) <= GOAL for error in errors)
-    worst = max(errors, key=abs)
-    return (
-        f"{n_held} of {len(errors)} {what} within {GOAL:.0%}; "
-        f"the one farthest off by {percent(worst, sign=True)}"
-    )
-
-
-def _environment(record: dict[str, Any]) -> str:
-    about = record["provenance"]
-    return (
-        f"{about['date']}, {about['cores']} cores ({about['system']}), Python {about['python']}, "
-        f"torch {about['torch']}, gpipebal {about['gpipebal']}; {about['minutes']:.1f} minutes."
-    )

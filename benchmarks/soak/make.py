@@ -20,6 +20,7 @@ from gpipebal.files import read_record, write_record
 # What all benchmarks have in common is next to their folders.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmark_tools.script import is_same_file
 from benchmark_tools.text import write_readme
 from soak_benchmark import tables
 from soak_benchmark.soak import FORMAT, VERSION, soak
@@ -54,7 +55,7 @@ def main() -> int:
     print(f"\n{tables.result(record)}")
     if arguments.out is not None:
         write_record(arguments.out, record)
-        if arguments.out.resolve() == RESULTS.resolve():
+        if is_same_file(arguments.out, RESULTS):
             fill_readme()
     return 0 if tables.is_passed(record) else 1
 
@@ -73,7 +74,7 @@ def parse() -> argparse.Namespace:
     is_whole = arguments.steps >= 10_000 and arguments.first == 0
     if arguments.out is None and is_whole:
         arguments.out = RESULTS
-    if not is_whole and arguments.out and arguments.out.resolve() == RESULTS.resolve():
+    if not is_whole and arguments.out and is_same_file(arguments.out, RESULTS):
         parser.error("fewer than 10,000 steps make no complete result: give another file as --out")
     return arguments
 

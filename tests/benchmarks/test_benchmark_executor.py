@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import copy
 import doctest
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from benchmark_files import assert_in_readme, folder_of
 from benchmark_tools.machine import package_version
-from benchmark_tools.text import fill_in
-from hypothesis import given
-from hypothesis import strategies as st
 
-import gpipebal as gb
 from gpipebal.schedule import gpipe_schedule, make_schedule
-from gpipebal.simulator import Durations, place
+from gpipebal.simulator import Durations
 
-FOLDER = Path(gb.__file__).parent.parent / "benchmarks" / "executor"
-sys.path.insert(0, str(FOLDER))
+FOLDER = folder_of("executor")
 
 from executor_benchmark import cells, measure, tables, ways, workloads  # noqa: E402
 from executor_benchmark.floors import SAME_SCHEDULE, floors  # noqa: E402
@@ -35,12 +29,11 @@ OURS = ("gpipebal", "gpipebal_gpipe", "gpipebal_1f1b")
 
 def test_readme_says_what_the_stored_result_says() -> None:
     """The README's tables are those of the stored results."""
-    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert fill_in(readme, tables.blocks(Result.load(RESULTS))) == readme
-    others = [Result.load(FOLDER / name) for name in tables.OTHERS]
-    assert fill_in(readme, tables.other_blocks(others), tables.OTHERS_SOURCE) == readme
+    assert_in_readme("executor", tables.blocks(Result.load(RESULTS)))
+    others = tables.other_blocks([Result.load(FOLDER / name) for name in tables.OTHERS])
+    assert_in_readme("executor", others, tables.OTHERS_SOURCE)
     distributed = tables.distributed_blocks(Result.load(FOLDER / tables.DISTRIBUTED))
-    assert fill_in(readme, distributed, tables.DISTRIBUTED) == readme
+    assert_in_readme("executor", distributed, tables.DISTRIBUTED)
 
 
 def test_stored_result_is_complete() -> None:
@@ -78,31 +71,6 @@ def test_examples_of_the_ideal_makespan() -> None:
     assert tried and not failed
 
 
-_seconds = st.integers(0, 1000).map(lambda units: units / 64)
-
-
-@given(
-    cells_of=st.lists(st.tuples(_seconds, _seconds, _seconds), min_size=1, max_size=4),
-    chunks=st.integers(1, 9),
-    checkpoint=st.sampled_from(["never", "except_last"]),
-    pause=_seconds,
-)
-def test_barrier_formula_is_the_simulators_makespan(
-    cells_of: list[tuple[float, float, float]], chunks: int, checkpoint: Any, pause: float
-) -> None:
-    """The closed form equals the placed schedule, for any partitions, chunks and modes."""
-    durations = Durations(*map(tuple, zip(*cells_of, strict=True)))
-    placed = place(gpipe_schedule(len(cells_of), chunks, checkpoint), durations, pause=pause)
-    formula = cells.ideal_with_barrier(durations, chunks, checkpoint, pause)
-    assert formula == pytest.approx(placed.makespan, rel=1e-12)
-
-
-def test_barrier_formula_refuses_a_mode_it_is_not_for() -> None:
-    """Mode 'always' has another formula."""
-    with pytest.raises(ValueError, match="always"):
-        cells.ideal_with_barrier(Durations((1.0,), (1.0,), (1.0,)), 2, "always", 0.0)
-
-
 def test_loss_belongs_to_the_last_partition() -> None:
     """Without a barrier the last partition's cells have the loss in them; with one, they do not."""
     times = cells.CellTimes(
@@ -117,45 +85,30 @@ def test_loss_belongs_to_the_last_partition() -> None:
     assert inside == Durations((2.0, 2.5), (1.0, 0.0), (3.0, 3.25))
     # 0F0 0F1 .... .... 0B0 0B1        2 + 2.5 + 2.5 + 3.25 + 3.25 + 3 = 16.5
     schedule = gpipe_schedule(2, 2, "never")
-    assert cells.ideal_without_barrier(schedule, inside) == 16.5
+    assert cells.ideal(schedule, inside) == 16.5
 
 
 @pytest.mark.parametrize("checkpoint", ways.CHECKPOINTS)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("workload", FIXED, ids=lambda workload: workload.name)
-def test_serial_cells_do_the_work_of_the_plain_model(
-    workload: workloads.Workload, schedule: str, checkpoint: Any
+@pytest.mark.parametrize("run", [cells.run_serially, cells.run_side_by_side])
+def test_cells_do_the_work_of_the_plain_model(
+    run: Any, workload: workloads.Workload, schedule: str, checkpoint: Any
 ) -> None:
-    """Cell by cell the gradients are the plain model's, and every cell is clocked once."""
+    """Cell by cell the gradients are the plain model's, and every cell is clocked once.
+
+    Side by side they are so twice: the run that makes inputs and gradients ready adds them too.
+    """
     wanted = _run(ways.make_way("plain_1", workload, [1], 4, "never"))
     model = workload.make_model()
-    parts = [model[:1], model[1:]]
     order = make_schedule(schedule, 2, 4, checkpoint)
-    times = cells.run_serially(parts, order, *workload.make_batch(), workloads.loss_fn)
-    _assert_same([parameter.grad for parameter in model.parameters()], wanted)
+    times = run([model[:1], model[1:]], order, workload.make_batch())
+    n_runs = 1 if run is cells.run_serially else 2
+    _assert_same([parameter.grad / n_runs for parameter in model.parameters()], wanted)
     for kind, row in (("F", times.forward), ("R", times.recompute), ("B", times.backward)):
         assert [len(clocked) for clocked in row] == [len(r) for r in order.phase(kind)]
     assert len(times.loss_forward) == len(times.loss_backward) == 4
-    assert times.pause > 0
-
-
-@pytest.mark.parametrize("checkpoint", ways.CHECKPOINTS)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("workload", FIXED, ids=lambda workload: workload.name)
-def test_cells_side_by_side_do_the_work_of_the_plain_model(
-    workload: workloads.Workload, schedule: str, checkpoint: Any
-) -> None:
-    """The run that makes inputs and gradients ready, and the threads, add the same gradients."""
-    wanted = _run(ways.make_way("plain_1", workload, [1], 4, "never"))
-    model = workload.make_model()
-    parts = [model[:1], model[1:]]
-    order = make_schedule(schedule, 2, 4, checkpoint)
-    times = cells.run_side_by_side(parts, order, *workload.make_batch(), workloads.loss_fn)
-    halves = [parameter.grad / 2 for parameter in model.parameters()]  # type: ignore[operator]
-    _assert_same(halves, wanted)
-    for kind, row in (("F", times.forward), ("R", times.recompute), ("B", times.backward)):
-        assert [len(clocked) for clocked in row] == [len(r) for r in order.phase(kind)]
-    assert len(times.loss_forward) == len(times.loss_backward) == 4
+    assert (times.pause > 0) == (n_runs == 1)
 
 
 def test_failure_in_a_thread_beside_others_is_told() -> None:
@@ -171,7 +124,7 @@ def test_failure_in_a_thread_beside_others_is_told() -> None:
     model[1].register_forward_hook(fail)
     parts = [model[:1], model[1:]]
     with pytest.raises(ZeroDivisionError):
-        cells.run_side_by_side(parts, schedule, *FIXED[0].make_batch(), workloads.loss_fn)
+        cells.run_side_by_side(parts, schedule, FIXED[0].make_batch())
 
 
 def test_serial_cells_refuse_a_schedule_that_never_ends() -> None:
@@ -182,7 +135,7 @@ def test_serial_cells_refuse_a_schedule_that_never_ends() -> None:
     model = workload.make_model()
     parts = [model[:1], model[1:]]
     with pytest.raises(ValueError, match="never finish"):
-        cells.run_serially(parts, stuck, *workload.make_batch(), workloads.loss_fn)
+        cells.run_serially(parts, stuck, workload.make_batch())
 
 
 @pytest.mark.parametrize("checkpoint", ways.CHECKPOINTS)
@@ -235,7 +188,7 @@ def test_processes_do_the_work_of_the_plain_model_and_tell_their_failures() -> N
     workload = FIXED[1]
     wanted = _run(ways.make_way("plain_1", workload, [1], 4, "never"))
     with Processes(2) as processes:
-        processes.build(workload, [4, 5], 4, quick=True)
+        processes.build(workload, [4, 5], 4)
         for name in ("distributed_gpipe", "distributed_1f1b", "distributed_gpipe"):
             assert processes.run(name) > 0
             _assert_same(processes.gradients(), wanted)
@@ -248,7 +201,7 @@ def test_processes_do_the_work_of_the_plain_model_and_tell_their_failures() -> N
 @pytest.mark.parametrize("workload", TINY[2:], ids=lambda workload: workload.name)
 def test_group_has_a_row_for_every_way(workload: workloads.Workload) -> None:
     """Every way has a row in every mode it has, with as many times as rounds, and an ideal."""
-    rows = measure.measure_group(workload, [1, 1], 4, rounds=2, processes=None)
+    rows = measure.measure_group(workload, [1, 1], 4, measure.Length(2), None)
     found = {(row["way"], row["checkpoint"]): row for row in rows if "way" in row}
     modes = {name: ways.CHECKPOINTS for name in ways.WAYS}
     modes |= {"plain_1": (None,), "plain_2": (None,)}
@@ -263,9 +216,8 @@ def test_group_has_a_row_for_every_way(workload: workloads.Workload) -> None:
 
 def test_group_of_some_ways_has_their_rows_alone() -> None:
     """Ways that were asked for run without the others, checkpoints and cells."""
-    rows = measure.measure_group(
-        TINY[0], [4, 4], 4, rounds=2, processes=None, only=["gpipebal_1f1b", "distributed_1f1b"]
-    )
+    some = ["gpipebal_1f1b", "distributed_1f1b"]
+    rows = measure.measure_group(TINY[0], [4, 4], 4, measure.Length(2), None, some)
     found = [(row["way"], row["checkpoint"], row["status"]) for row in rows]
     assert sorted(found) == [
         ("distributed_1f1b", "never", "left out"),
@@ -295,7 +247,7 @@ def test_wrong_gradients_do_not_get_into_a_result(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(measure, "make_way", make_wrong)
     with pytest.raises(AssertionError, match="off the plain model's"):
-        measure.measure_group(FIXED[0], [4, 4], 4, rounds=1, processes=None)
+        measure.measure_group(FIXED[0], [4, 4], 4, measure.Length(1), None)
 
 
 def test_peer_that_fails_has_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +259,7 @@ def test_peer_that_fails_has_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch)
         return ways.make_way(name, *arguments)
 
     monkeypatch.setattr(measure, "make_way", make_broken)
-    rows = measure.measure_group(FIXED[0], [4, 4], 1, rounds=1, processes=None)
+    rows = measure.measure_group(FIXED[0], [4, 4], 1, measure.Length(1), None)
     status = {row["way"]: row["status"] for row in rows if "way" in row}
     assert status["torchgpipe"] == "failed: division by zero"
     assert status["gpipebal"] == "ok"
@@ -439,7 +391,7 @@ def test_ratio_of_rounds_is_not_moved_by_rounds_that_are_slow_for_all() -> None:
 
 def test_tables_show_losses_and_absent_peers() -> None:
     """A way that is faster than ours is counted, and a peer that is not installed has a row."""
-    text = tables.results(Result(_record()))
+    text = tables.blocks(Result(_record()))["result"]
     lines = [line.split() for line in text.splitlines()]
     assert ["plain", "2", "thr", "loss(pipe(x))", "1", "of", "1", "1.25x"] in [
         line[:8] for line in lines

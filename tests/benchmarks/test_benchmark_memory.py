@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import importlib.util
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, pairwise
@@ -16,24 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmark_files import assert_in_readme, folder_of, script_of, stored
 from hypothesis import given
 from hypothesis import strategies as st
 
-import gpipebal as gb
 from gpipebal.memory import partition_memory
 from gpipebal.problem import Memory, to_balance
 from gpipebal.profile import Profile
 
-FOLDER = Path(gb.__file__).parent.parent / "benchmarks" / "memory"
-sys.path.insert(0, str(FOLDER))
+folder_of("memory")
 
-from benchmark_tools.text import fill_in  # noqa: E402
 from memory_benchmark import estimate, measure, tables  # noqa: E402
 from memory_benchmark.balances import BALANCES, find_balances, least_total  # noqa: E402
-from memory_benchmark.count import count  # noqa: E402
 from memory_benchmark.experiments import EXPERIMENTS, Experiment, reduced  # noqa: E402
-
-RESULTS = FOLDER / "results.json"
+from memory_benchmark.measure import count  # noqa: E402
 
 #: Parameters of the experiments, as they were published, in the order of the tables.
 PARAMETERS = (
@@ -52,7 +45,7 @@ def _estimated_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "memory_benchmark.count.profile_of",
+            "memory_benchmark.measure.profile_of",
             lambda one, rates: estimated(replace(one, name="any", balance=()), rates),
         )
         yield
@@ -60,13 +53,12 @@ def _estimated_once() -> Iterator[None]:
 
 def test_readme_says_what_the_stored_result_says() -> None:
     """The README's tables are those of results.json."""
-    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert fill_in(readme, tables.blocks(_stored())) == readme
+    assert_in_readme("memory", tables.blocks(stored("memory")))
 
 
 def test_stored_result_is_complete() -> None:
     """Every experiment is there, estimated at full size and counted at a reduced one."""
-    record = _stored()
+    record = stored("memory")
     keys = [experiment.key for experiment in EXPERIMENTS]
     assert list(record["full"]) == list(record["reduced"]) == keys
     for experiment, parameters in zip(EXPERIMENTS, PARAMETERS, strict=True):
@@ -87,7 +79,7 @@ def test_stored_result_is_complete() -> None:
 
 def test_stored_balances_are_the_best_of_their_kind() -> None:
     """No other stored balance has a smaller sum, a smaller peak, or a shorter makespan and fits."""
-    for row in _stored()["full"].values():
+    for row in stored("memory")["full"].values():
         balances = row["balances"]
         if len(balances) == 1:
             continue
@@ -114,18 +106,16 @@ def test_stored_balances_are_the_best_of_their_kind() -> None:
 
 def test_stored_estimates_agree_with_counts() -> None:
     """At reduced sizes no partition's estimate is off by more than what may wait explains."""
-    for key, row in _stored()["reduced"].items():
+    for key, row in stored("memory")["reduced"].items():
         assert all(abs(error) < 0.03 for error in tables.errors(row)), key
         assert sum(row["balance"]) == sum(_by_key(key).balance)
 
 
 def test_stored_measurements_are_of_torchgpipes_balance() -> None:
     """What was measured at full size was so in torchgpipe's balance, and fits into its peaks."""
-    record = _stored()
+    record = stored("memory")
     for key, row in record["measured"].items():
         assert row["provenance"]["device"] in tables.blocks(record)["environment"]
-        if row.get("did_not_fit"):
-            continue
         assert row["balance"] == list(_by_key(key).balance)
         assert max(row["counted"]) <= row["counted_total"] <= sum(row["counted"])
         if row["allocated"] is not None:
@@ -223,7 +213,7 @@ def test_reduced_experiments_keep_the_layers() -> None:
 
 def test_goal_is_reached_or_not_by_the_bytes() -> None:
     """A sum just at the goal reaches it, and a byte more does not."""
-    record = copy.deepcopy(_stored())
+    record = stored("memory")
     key = "amoebanetd pipeline-2"
     record["full"] = {key: record["full"][key]}
     goal = int(tables.GOALS[key] * 2**30)
@@ -242,7 +232,7 @@ def test_one_experiment_is_put_beside_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Experiments made one by one are stored in the order of the tables; the old ones stay."""
-    make = _make()
+    make = script_of("memory")
     monkeypatch.setattr(make, "estimate", lambda experiment: {"about": experiment.key})
     monkeypatch.setattr(make, "count", lambda experiment: {})
     path = tmp_path / "results.json"
@@ -279,22 +269,6 @@ def test_a_step_of_two_rows_leaves_what_a_step_leaves(
     assert row["provenance"]["device"] == "cpu" and row["provenance"]["torch"] == torch.__version__
 
 
-def test_what_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device without enough memory gives a row of its own; any other error is an error."""
-    errors = [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUDA out of memory")]
-
-    def raises(*_: Any) -> dict[str, Any]:
-        raise errors.pop(0)
-
-    monkeypatch.setattr(measure, "_measured", raises)
-    for _ in range(2):
-        row = measure.measure(_tiny("unet", (65,)), torch.device("cpu"))
-        assert row["did_not_fit"] and "counted" not in row
-    errors.append(RuntimeError("shapes differ"))
-    with pytest.raises(RuntimeError, match="shapes differ"):
-        measure.measure(_tiny("unet", (65,)), torch.device("cpu"))
-
-
 def test_every_experiment_has_its_turn_to_be_measured() -> None:
     """The order of measuring has each experiment once."""
     assert sorted(measure.ORDER) == sorted(experiment.key for experiment in EXPERIMENTS)
@@ -304,7 +278,7 @@ def test_experiments_that_fit_are_measured_and_stored_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Those too large are left out, one that fails stops no other, and each is stored at once."""
-    make = _make()
+    make = script_of("memory")
     path = tmp_path / "measured.json"
     stored_before: list[list[str]] = []
 
@@ -315,7 +289,7 @@ def test_experiments_that_fit_are_measured_and_stored_one_by_one(
         return _row(experiment)
 
     monkeypatch.setattr(make, "measure", measured)
-    needs = {key: tables.on_one_device(_stored(), key) for key in measure.ORDER}
+    needs = {key: tables.on_one_device(stored("memory"), key) for key in measure.ORDER}
     assert all(needs.values())
     # As much as pipeline-1 of U-Net needs, to the byte.
     room = sum(needs["unet pipeline-1"] or ())
@@ -334,74 +308,24 @@ def test_experiments_that_fit_are_measured_and_stored_one_by_one(
         e.key for e in EXPERIMENTS if e.key in (*fitting, "unet pipeline-8")
     ]
     assert record["full"] == {} and record["version"] == tables.VERSION
-    assert "goal" not in tables.summary(record) and "off by" in tables.summary(record)
+    assert "off by" in tables.blocks(record)["result"]
 
 
-def test_no_experiment_begins_when_time_is_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Behind the given seconds nothing begins, but what was begun is finished and stored."""
-    make = _make()
-    clock = [0.0]
-    monkeypatch.setattr(make.time, "monotonic", lambda: clock[0])
-
-    def measured(experiment: Experiment, _: torch.device) -> dict[str, Any]:
-        clock[0] += 40.0
-        return _row(experiment)
-
-    monkeypatch.setattr(make, "measure", measured)
-    path = tmp_path / "measured.json"
-    seconds = make.parse(["--measure", "--seconds", "100"]).seconds
-    assert make.make_measured(path, None, torch.device("cpu"), seconds) == []
-    record = json.loads(path.read_text(encoding="utf-8"))
-    assert sorted(record["measured"]) == sorted(measure.ORDER[:3])
-    assert f"not begun after 100 s: {measure.ORDER[3]}" in capsys.readouterr().err
-
-
-def test_what_was_measured_elsewhere_is_added(tmp_path: Path) -> None:
-    """A file of another machine adds its measurements, and the tables have them."""
-    make = _make()
-    path, other = tmp_path / "results.json", tmp_path / "measured.json"
-    keys = ["amoebanetd pipeline-2", "unet pipeline-1", "unet pipeline-4"]
-    old = {**_stored(), "measured": {keys[1]: {**_row(_by_key(keys[1])), "counted": [1]}}}
-    path.write_text(json.dumps(old), encoding="utf-8")
-    found = {key: _row(_by_key(key)) for key in (keys[1], keys[0])}
-    found[keys[2]] = {"did_not_fit": True, "free": 9, "provenance": found[keys[0]]["provenance"]}
-    header = {"format": tables.FORMAT, "version": tables.VERSION, "provenance": {}}
-    text = json.dumps({**header, "full": {}, "reduced": {}, "measured": found})
-    other.write_text(text, encoding="utf-8")
-    make.merge(path, other)
-    record = json.loads(path.read_text(encoding="utf-8"))
-    assert record == {**old, "measured": found} and list(record["measured"]) == keys
+def test_tables_say_what_was_measured() -> None:
+    """Each experiment has a line, and one by partition where there are several."""
+    keys = ["amoebanetd pipeline-2", "unet pipeline-1"]
+    record = {**stored("memory"), "measured": {key: _row(_by_key(key)) for key in keys}}
     lines = tables.blocks(record)["result"].partition("### Measured on one device")[2].splitlines()
     assert "3 partitions counted at full size on A device: estimates off by 0.0%" in lines
-    rows = {line[:22].strip(): line[22:].split() for line in lines if line.startswith(tuple(keys))}
     (pipeline_2,) = [line for line in lines if line.startswith(keys[0]) and "9.46" in line]
     assert pipeline_2.split()[2:] == ["7.95", "7.95", "0.0%", "7.00", "8.00", "9.00", "9.46"]
-    (unfit,) = [line for line in lines if line.startswith(keys[2])]
-    assert unfit.split()[2:6] == ["66.44", "did", "not", "fit"]
-    assert len(rows) == 3
     # By partition only where there are several: of one, the line above says it all.
-    shown = [sum(line.startswith(key) for line in lines) for key in keys]
-    assert shown == [2, 1, 1]
+    assert [sum(line.startswith(key) for line in lines) for key in keys] == [2, 1]
     environment = tables.blocks(record)["environment"]
     assert "measured on A device, 80.00 GiB, CUDA 13, cuDNN 9" in environment
     assert environment.count("measured on") == 1 and ", ".join(keys) in environment
-
-
-def test_files_without_measurements_are_read(tmp_path: Path) -> None:
-    """A file of version 1 has no measurements, and no estimates for one device."""
-    stored = _stored()
-    old = {key: value for key, value in stored.items() if key != "measured"}
-    old |= {"version": 1, "full": copy.deepcopy(stored["full"])}
-    for row in old["full"].values():
-        del row["on_one_device"]
-    record = tables.upgraded(old)
-    assert record["version"] == tables.VERSION and record["measured"] == {}
-    assert tables.on_one_device(record, "unet naive-1") is None
-    assert "nothing measured" in tables.blocks(record)["result"]
-    record["measured"]["unet naive-1"] = _row(_by_key("unet naive-1"))
-    assert "at full size" not in tables.blocks(record)["result"]
+    nothing = {**record, "full": {}, "measured": {}}
+    assert "nothing measured" in tables.blocks(nothing)["result"]
 
 
 def _row(experiment: Experiment) -> dict[str, Any]:
@@ -412,7 +336,7 @@ def _row(experiment: Experiment) -> dict[str, Any]:
         "provenance": {**about, "device_bytes": 80 * 2**30, "cuda": "13", "cudnn": 9},
         "free": 79 * 2**30,
         "balance": list(experiment.balance),
-        "counted": tables.on_one_device(_stored(), experiment.key),
+        "counted": tables.on_one_device(stored("memory"), experiment.key),
         "counted_total": 7 * 2**30,
         "allocated": 8 * 2**30,
         "reserved": 9 * 2**30,
@@ -427,17 +351,3 @@ def _tiny(model: str, balance: tuple[int, ...]) -> Experiment:
 
 def _by_key(key: str) -> Experiment:
     return next(experiment for experiment in EXPERIMENTS if experiment.key == key)
-
-
-def _stored() -> dict[str, Any]:
-    record = json.loads(RESULTS.read_text(encoding="utf-8"))
-    assert isinstance(record, dict)
-    return record
-
-
-def _make() -> Any:
-    spec = importlib.util.spec_from_file_location("make_memory", FOLDER / "make.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

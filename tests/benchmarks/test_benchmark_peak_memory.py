@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
+from benchmark_files import assert_in_readme, folder_of, script_of, stored
 
-import pytest
-from benchmark_tools.text import fill_in
-
-import gpipebal as gb
-from gpipebal.files import read_record
 from gpipebal.timeline import Event, Timeline
 
-FOLDER = Path(gb.__file__).parent.parent / "benchmarks" / "peak_memory"
+folder_of("peak_memory")
+
+import peak_memory_tables as tables  # noqa: E402
 
 
 def test_what_neighbours_take_while_an_action_runs_may_be_gone_at_its_start() -> None:
     """Events beside an own action come before it; those in a gap, and own ones, stay."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
-        taken_earlier = runpy.run_path(str(FOLDER / "make.py"))["_taken_earlier"]
+    taken_earlier = script_of("peak_memory")._taken_earlier
     # Partition 0 works from 0 to 2 and from 6 to 8, partition 1 meanwhile and in between.
     events = [
         Event(0, "F", 0, 0.0, 2.0),
@@ -39,19 +33,15 @@ def test_what_neighbours_take_while_an_action_runs_may_be_gone_at_its_start() ->
 
 def test_a_count_is_between_what_its_clock_allows() -> None:
     """With the goal's leeway at both ends, and not beyond it."""
-    tables = runpy.run_path(str(FOLDER / "peak_memory_tables.py"))
     counted = [960, 975, 1500, 2040, 2100]
     row = {
         "taken": [1000] * 5,
         "predicted": [{"total": 2000}] * 5,
         "counted": counted,
     }
-    assert tables["within_clock"](row) == [False, True, True, True, False]
+    assert tables.within_clock(row) == [False, True, True, True, False]
 
 
 def test_the_benchmarks_tables_are_its_results() -> None:
     """The README of the stored counts says what `results.json` holds, and nothing else."""
-    tables = runpy.run_path(str(FOLDER / "peak_memory_tables.py"))
-    record = read_record(FOLDER / "results.json", tables["FORMAT"], tables["VERSION"])
-    text = (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert fill_in(text, tables["blocks"](record)) == text
+    assert_in_readme("peak_memory", tables.blocks(stored("peak_memory")))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib.util
 import json
 import sys
 import weakref
@@ -14,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmark_tools.bars import Bar
-from benchmark_tools.text import fill_in
+from benchmark_files import assert_in_readme, folder_of, script_of, stored
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,8 +24,7 @@ from gpipebal.schedule import make_schedule
 from gpipebal.simulator import Durations, place
 from gpipebal.timeline import Event, Timeline
 
-FOLDER = Path(gb.__file__).parent.parent / "benchmarks" / "prediction"
-sys.path.insert(0, str(FOLDER))
+FOLDER = folder_of("prediction")
 
 from prediction_benchmark import (  # noqa: E402
     cuda_tables,
@@ -51,20 +48,18 @@ CALL = settings.Setting("loss(pipe(x))", 4, "except_last")
 
 def test_readme_says_what_the_stored_result_says() -> None:
     """The README's tables are those of results.json."""
-    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert fill_in(readme, tables.blocks(_stored())) == readme
+    assert_in_readme("prediction", tables.blocks(stored("prediction")))
 
 
 def test_readme_says_what_was_measured_on_cuda() -> None:
     """The README's tables about CUDA are those of results-cuda.json."""
-    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
-    blocks = cuda_tables.blocks(_stored(RESULTS_ON_CUDA))
-    assert fill_in(readme, blocks, RESULTS_ON_CUDA.name) == readme
+    blocks = cuda_tables.blocks(stored("prediction", RESULTS_ON_CUDA.name))
+    assert_in_readme("prediction", blocks, RESULTS_ON_CUDA.name)
 
 
 def test_stored_result_on_cuda_has_what_its_tables_say() -> None:
     """It is of full size on CUDA; the allocator was asked of every model in every setting."""
-    record = _stored(RESULTS_ON_CUDA)
+    record = stored("prediction", RESULTS_ON_CUDA.name)
     assert (record["format"], record["version"]) == (figures.FORMAT, figures.VERSION)
     assert not record["provenance"]["quick"]
     assert all(device.startswith("cuda") for device in record["provenance"]["devices"])
@@ -85,7 +80,7 @@ def test_stored_result_on_cuda_has_what_its_tables_say() -> None:
 
 def test_stored_result_is_complete() -> None:
     """The stored result has every model and setting at full size, with five balances or more."""
-    record = _stored()
+    record = stored("prediction")
     assert (record["format"], record["version"]) == (figures.FORMAT, figures.VERSION)
     assert not record["provenance"]["quick"]
     assert len(record["models"]) >= 8
@@ -342,30 +337,30 @@ def test_model_is_measured_in_all_settings() -> None:
     assert lines == [f"mlp: round 1 of 1, {len(rows)} plans"]
     assert len(figures.within(rows)) == 3
     record = {**_record(), "rows": rows, "models": {"mlp": measure.about(subject)}}
-    stored = json.loads(json.dumps(record))
-    profiles = stored["models"]["mlp"]["profiles"]
+    again = json.loads(json.dumps(record))
+    profiles = again["models"]["mlp"]["profiles"]
     assert profiles["start"].keys() == {"1", "4", "8"} and len(profiles["rounds"]) == 1
     for row in rows:
         assert row["cells"].keys() >= {"backward"}
         assert sum(row["parts"].values()) != 0
-    text = fill_in(_MARKS, tables.blocks(stored))
+    text = tables.blocks(again)["result"]
     assert "convolutions" not in text and "### Farthest off" in text
 
 
 @pytest.mark.slow
 def test_all_models_are_measured_quickly(tmp_path: Path) -> None:
-    """The script measures every model with tiny layers, and its summary has a line for each."""
-    make = _make()
+    """The script measures every model with tiny layers, and its tables have a line for each."""
+    make = script_of("prediction")
     arguments = make.parse(["--quick", "--rounds", "1", "--out", str(tmp_path / "quick.json")])
     record = make.measure(arguments)
-    text = tables.summary(record)
+    text = tables.blocks(record)["result"]
     assert all(model.name in text for model in models.MODELS)
     assert record["provenance"]["quick"]
 
 
 def test_trial_is_not_stored_as_a_result(capsys: pytest.CaptureFixture[str]) -> None:
     """Tiny layers, or a part of the models, need another file; a whole run does not."""
-    make = _make()
+    make = script_of("prediction")
     on_cuda = ["--out", str(RESULTS_ON_CUDA)]
     for words in (["--quick"], ["--model", "mlp"]):
         with pytest.raises(SystemExit):
@@ -412,7 +407,7 @@ def test_halves_are_the_even_and_the_odd_turns() -> None:
     row = {"turns": [[1.0, 3.0], [4.0], [2.0], [6.0]]}
     assert floor.halves(row) == (2.0, 5.0)
     assert floor.unavoidable(row) == pytest.approx(3 / 7)
-    for turns in ({}, {"turns": [[1.0, 2.0]]}):
+    for turns in ({"turns": []}, {"turns": [[1.0, 2.0]]}):
         assert floor.halves(turns) is None and floor.unavoidable(turns) is None
         assert floor.best_rank([turns]) is None
         assert floor.regret_between_halves([turns]) is None
@@ -458,7 +453,7 @@ def test_repeated_profiles_are_taken_in_turns() -> None:
 def test_memory_is_counted_anew_without_times() -> None:
     """All plans have new figures of memory, and everything else as it was."""
     subject = measure.Subject(TINY[0], TINY[0].make())
-    stored = [
+    rows = [
         {
             "model": subject.model.name,
             "way": way,
@@ -470,11 +465,12 @@ def test_memory_is_counted_anew_without_times() -> None:
         }
         for way, chunks in (("loss(pipe(x))", 1), ("step 1f1b", 4))
     ]
-    found = measure.measure_memory_of(subject, stored, 0.0)
-    assert [{**row, "memory": None} for row in found] == [{**row, "memory": None} for row in stored]
+    found = measure.measure_memory_of(subject, rows, 0.0)
+    assert [{**row, "memory": None} for row in found] == [{**row, "memory": None} for row in rows]
     for row in found:
         assert row["memory"]["predicted"] == pytest.approx(row["memory"]["counted"], rel=0.1)
-    record = {**_stored(), "memory": {"provenance": {"date": "2026-01-01", "gpipebal": "0.1.0"}}}
+    about = {"date": "2026-01-01", "gpipebal": "0.1.0"}
+    record = {**stored("prediction"), "memory": {"provenance": about}}
     assert "memory: anew, 2026-01-01" in tables.blocks(record)["environment"]
 
 
@@ -492,16 +488,6 @@ def test_how_far_repeats_are_apart_by_hand() -> None:
     assert (bar.value, bar.where) == (pytest.approx(0.1), "mlp, partition 1")
     assert bar.reached is False
     assert found["sums in the same turns"].value == pytest.approx(0.5)
-
-
-def test_verdict_is_on_the_right_side() -> None:
-    """A figure that equals its bar reaches it; one without a bar has no verdict."""
-    assert Bar("", 0.05, 0.05, True, "").reached is True
-    assert Bar("", 0.05, 0.051, True, "").reached is False
-    assert Bar("", -0.01, -0.01, False, "").reached is True
-    assert Bar("", -0.01, -0.011, False, "").reached is False
-    assert Bar("", None, 1.0, True, "").reached is None
-    assert Bar("", 0.97, None, False, "").reached is None
 
 
 def test_ranks_and_regrets_are_of_settings_with_several_micro_batches() -> None:
@@ -537,15 +523,13 @@ def test_disagreement_is_the_worst_of_the_rounds() -> None:
     assert figures.disagreement(model) is None
 
 
-def test_models_measured_anew_take_the_place_of_the_old_ones() -> None:
-    """Other models stay, the order is the given one, and other settings are refused."""
+def test_models_of_other_runs_are_added() -> None:
+    """A model that only one run has is taken over; the order is given; settings must agree."""
     old, new = _record(), _record()
-    old["models"]["u-net"] = old["models"]["mlp"]
-    old["rows"] += [{**row, "model": "u-net"} for row in old["rows"]]
-    new["models"]["mlp"]["about"] = "a new chain"
+    new["models"] = {"u-net": new["models"]["mlp"]}
+    new["rows"] = [{**row, "model": "u-net"} for row in new["rows"]]
     merged = merging.merge(old, new, ["u-net", "mlp"])
     assert list(merged["models"]) == ["u-net", "mlp"]
-    assert merged["models"]["mlp"]["about"] == "a new chain"
     assert [row["model"] for row in merged["rows"]] == ["u-net"] * 5 + ["mlp"] * 5
     assert (merged["provenance"]["minutes"], merged["provenance"]["runs"]) == (20.0, 2)
     new["provenance"]["rounds"] = 5
@@ -563,92 +547,67 @@ def test_of_several_runs_the_one_whose_steps_agree_is_chosen() -> None:
     for row in new["rows"]:
         row["predicted"] = {by: time / 2 for by, time in row["predicted"].items()}
     for first, second in ((old, new), (new, old)):
-        merged = merging.merge_steadier(first, second, ["mlp"])
+        merged = merging.merge(first, second, ["mlp"])
         assert merged["models"]["mlp"]["about"] == old["models"]["mlp"]["about"]
         assert merged["rows"] == old["rows"]
         assert (merged["provenance"]["runs"], merged["provenance"]["steadiest"]) == (2, True)
     for row in old["rows"]:
         row["turns"] = [[10.0], [13.0]]
-    assert merging.merge_steadier(old, new, ["mlp"])["rows"] == new["rows"]
+    assert merging.merge(old, new, ["mlp"])["rows"] == new["rows"]
     assert "lowest floor" in tables.blocks(merged)["environment"]
     assert merging.dates_of(merged) == merging.dates_of(old)
     new["provenance"]["date"] = "2099-01-01"
-    later = merging.merge_steadier(old, new, ["mlp"])
+    later = merging.merge(old, new, ["mlp"])
     assert merging.dates_of(later) == {"mlp": "2099-01-01"}
-    kept = merging.merge_steadier({**old, "repeats": {"what": "was measured"}}, new, ["mlp"])
+    kept = merging.merge({**old, "repeats": {"what": "was measured"}}, new, ["mlp"])
     assert kept["repeats"] == {"what": "was measured"}
 
 
-def test_machine_without_cuda_measures_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There the allocator cannot be asked, and each stored file is of its kind of machine."""
-    make = _make()
-    ours, theirs = [], ["--out", str(RESULTS_ON_CUDA)]
-    with pytest.raises(SystemExit, match=r"--allocator needs a CUDA device(.|\n)*Fix:"):
-        make.check_device(make.parse(["--allocator", *theirs]))
-    with pytest.raises(SystemExit, match=r"not of a machine without CUDA(.|\n)*Fix:"):
-        make.check_device(make.parse(theirs))
-    make.check_device(make.parse(ours))
-    make.check_device(make.parse(["--out", "other.json"]))
+def test_result_file_is_that_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without CUDA the allocator cannot be asked; each kind of machine has a file of its own."""
+    make = script_of("prediction")
+    assert make.parse([]).out.name == RESULTS.name
+    with pytest.raises(SystemExit):
+        make.parse(["--allocator"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(SystemExit, match=r"not of a machine with CUDA(.|\n)*Fix:"):
-        make.check_device(make.parse(ours))
-    make.check_device(make.parse(theirs))
-    make.check_device(make.parse(["--allocator", *theirs]))
-
-
-def test_models_asked_anew_take_the_place_of_the_old_answers() -> None:
-    """Other models stay, the order is the given one, and another device is refused."""
-    old, new = _answer(("mlp", 1, True), ("u-net", 2, True)), _answer(("mlp", 3, True))
-    merged = merging.merge_allocator(old, new, ["u-net", "mlp"])
-    found = [(row["model"], row["allocated"]) for row in merged["rows"]]
-    assert found == [("u-net", 2), ("u-net", 2), ("mlp", 3), ("mlp", 3)]
-    assert merged["provenance"]["runs"] == 2
-    new["provenance"]["device_name"] = "another device"
-    with pytest.raises(ValueError, match="device_name"):
-        merging.merge_allocator(old, new, ["u-net", "mlp"])
+    assert make.parse([]).out.name == RESULTS_ON_CUDA.name
+    assert make.parse(["--allocator"]).allocator
 
 
 def test_answers_to_the_script_are_stored_beside_the_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """--allocator adds its answers and keeps the times; measuring the times keeps the answers."""
-    make, out = _make(), tmp_path / "result.json"
+    make, out = script_of("prediction"), tmp_path / "result.json"
     out.write_text(json.dumps(_record()))
-    monkeypatch.setattr(make, "check_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a device")
-    monkeypatch.setattr(
-        make, "measure_allocator", lambda model: _answer((model.name, 100, True))["rows"]
-    )
-    words = ["make.py", "--out", str(out), "--allocator", "--add"]
-    for name in ("u-net", "mlp"):
-        monkeypatch.setattr(sys, "argv", [*words, "--model", name])
-        make.main()
-    record = _stored(out)
-    assert [row["model"] for row in record["allocator"]["rows"]] == ["mlp"] * 2 + ["u-net"] * 2
-    assert record["allocator"]["provenance"]["runs"] == 2
+    monkeypatch.setattr(make, "measure_allocator", lambda model: _answer((model.name, 100))["rows"])
+    words = ["make.py", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", [*words, "--allocator", "--model", "u-net"])
+    make.main()
+    record = json.loads(out.read_text())
+    assert [row["model"] for row in record["allocator"]["rows"]] == ["u-net"] * 2
     assert record["rows"] == _record()["rows"]
     monkeypatch.setattr(make, "measure", lambda _: _record())
-    monkeypatch.setattr(sys, "argv", ["make.py", "--out", str(out)])
+    monkeypatch.setattr(sys, "argv", words)
     make.main()
-    assert _stored(out) == record
+    assert json.loads(out.read_text()) == record
 
 
-def test_tables_about_cuda_say_what_the_callers_kept() -> None:
-    """Peaks are put over the allocator's, and dropped outputs are told, if there are any."""
+def test_tables_about_cuda_put_peaks_over_the_allocators() -> None:
+    """What was predicted and counted is compared with what was allocated, model by model."""
     record = _record()
     record["provenance"]["cuda"] = "13.0"
     alone = copy.deepcopy(record["rows"][0])
     record["rows"].append({**alone, "chunks": 1})
-    record["allocator"] = _answer(("mlp", 100, False), ("u-net", 200, True))
+    record["allocator"] = _answer(("mlp", 100), ("u-net", 200))
     found = cuda_tables.blocks(record)
-    assert "In 1 of 2 settings" in found["cuda"]
     lines = [line.split() for line in found["cuda"].splitlines()]
     (mlp,) = [line for line in lines if line[:3] == ["loss(pipe(x))", "mlp", "1"]]
     # 110 predicted and 90 counted, where 100 were allocated.
     assert mlp[4:7] == ["10.0%", "+10.0%", "+10.0%"] and mlp[-1] == "-10.0%"
     assert "without uneven, convolutions" in found["cuda-environment"]
-    record["allocator"] = _answer(("mlp", 100, True))
-    assert "dropped" not in cuda_tables.blocks(record)["cuda"]
 
 
 def test_cells_are_compared_by_kind() -> None:
@@ -656,30 +615,14 @@ def test_cells_are_compared_by_kind() -> None:
     assert figures.cell_ratios(_record()["rows"]) == {"forward": pytest.approx(1.5)}
 
 
-def test_filling_in_replaces_what_stands_there() -> None:
-    """The README's own text stays, and a second filling in changes nothing."""
-    record = _record()
-    text = fill_in(_MARKS, tables.blocks(record))
-    assert "old" not in text and text.count("kept") == 2
-    assert "a processor" in text and "NOT REACHED" in text
-    assert fill_in(text, tables.blocks(record)) == text
-    with pytest.raises(ValueError, match="marks"):
-        fill_in("no marks", tables.blocks(record))
+def test_environment_says_where_and_bars_what_is_missed() -> None:
+    """The two blocks of the README come from the record alone."""
+    blocks = tables.blocks(_record())
+    assert list(blocks) == ["result", "environment"]
+    assert "a processor" in blocks["environment"] and "NOT REACHED" in blocks["result"]
 
 
-_MARKS = "".join(
-    f"<!-- {mark}: results.json -->\nold\n<!-- end of {mark} -->\nkept\n"
-    for mark in ("result", "environment")
-)
-
-
-def _stored(path: Path = RESULTS) -> dict[str, Any]:
-    record = json.loads(path.read_text(encoding="utf-8"))
-    assert isinstance(record, dict)
-    return record
-
-
-def _answer(*asked: tuple[str, int, bool]) -> dict[str, Any]:
+def _answer(*asked: tuple[str, int]) -> dict[str, Any]:
     """Return what an allocator says of models: two settings each, a tenth more was predicted."""
     about = {"device_name": "a device", "cuda": "13.0", "torch": "2.11.0", "settings": {}}
     return {
@@ -690,23 +633,15 @@ def _answer(*asked: tuple[str, int, bool]) -> dict[str, Any]:
                 "way": way,
                 "chunks": 4,
                 "checkpoint": "never",
-                "keeps_output": keeps,
+                "keeps_output": True,
                 "predicted": round(1.1 * allocated),
                 "allocated": allocated,
                 "counted": round(0.9 * allocated),
             }
-            for name, allocated, keeps in asked
+            for name, allocated in asked
             for way in ("loss(pipe(x))", "step gpipe")
         ],
     }
-
-
-def _make() -> Any:
-    spec = importlib.util.spec_from_file_location("make_prediction", FOLDER / "make.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _layer(seconds: float) -> LayerProfile:

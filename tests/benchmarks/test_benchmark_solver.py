@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import signal
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmark_tools.text import fill_in
+from benchmark_files import assert_in_readme, folder_of, script_of, stored
 
 import gpipebal as gb
 from gpipebal.problem import to_balance
 from gpipebal.solvers import split
 
-FOLDER = Path(gb.__file__).parent.parent / "benchmarks" / "solver"
-sys.path.insert(0, str(FOLDER))
+FOLDER = folder_of("solver")
 
 from solver_benchmark import (  # noqa: E402
     chains,
@@ -30,34 +25,19 @@ from solver_benchmark import (  # noqa: E402
     two_devices,
 )
 
-RESULTS = FOLDER / "results.json"
-
-
-def _stored() -> dict[str, Any]:
-    record: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
-    return record
-
-
-def _make() -> Any:
-    """Import make.py, which is a script."""
-    spec = importlib.util.spec_from_file_location("solver_make", FOLDER / "make.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+PROFILES = FOLDER.parent.parent / "profiles"
 
 
 def test_readme_says_what_the_stored_result_says() -> None:
     """The README's tables are those of results.json."""
-    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert fill_in(readme, tables.blocks(_stored())) == readme
-    measured = json.loads((FOLDER / "measured.json").read_text(encoding="utf-8"))
-    assert fill_in(readme, two_devices.blocks(measured), "measured.json") == readme
+    assert_in_readme("solver", tables.blocks(stored("solver")))
+    measured = two_devices.blocks(stored("solver", "measured.json"))
+    assert_in_readme("solver", measured, "measured.json")
 
 
 def test_stored_result_is_complete() -> None:
     """The stored result has every kind of chain, every size and every part, at full size."""
-    record = _stored()
+    record = stored("solver")
     assert (record["format"], record["version"]) == (figures.FORMAT, figures.VERSION)
     assert not record["provenance"]["quick"]
     cells = {(row["kind"], row["n_layers"], row["n_partitions"]) for row in record["times"]}
@@ -69,14 +49,14 @@ def test_stored_result_is_complete() -> None:
 
 def test_stored_plans_are_what_the_planner_says() -> None:
     """What stored profiles gain is not a measurement: it is the same today, for one of them."""
-    known = figures.pick(_stored()["plans"], n_layers=24)
+    known = figures.pick(stored("solver")["plans"], n_layers=24)
     name = known[0]["profile"]
-    stored = figures.pick(known, profile=name)
-    again = plans.plans(FOLDER.parent.parent / "profiles", f"{name}.json")
-    assert len(stored) == len(again) == len(plans.PARTITIONS)
-    for before, now in zip(stored, again, strict=True):
-        assert now["makespan"] == pytest.approx(before["makespan"], rel=1e-9)
-        for rule, above in before["above"].items():
+    before = figures.pick(known, profile=name)
+    again = plans.plans(PROFILES, f"{name}.json")
+    assert len(before) == len(again) == len(plans.PARTITIONS)
+    for then, now in zip(before, again, strict=True):
+        assert now["makespan"] == pytest.approx(then["makespan"], rel=1e-9)
+        for rule, above in then["above"].items():
             assert now["above"][rule] == pytest.approx(above, abs=1e-9), rule
 
 
@@ -152,7 +132,7 @@ def test_growth_is_a_power_law() -> None:
 
 def test_bars_are_worst_cases() -> None:
     """A bar is missed if any chain misses it, and says where."""
-    record = _stored()
+    record = stored("solver")
     for row in record["times"]:
         row["bottleneck"]["seconds"] = 1e-6
     found = {bar.name: bar for bar in figures.bars(record)}
@@ -163,53 +143,26 @@ def test_bars_are_worst_cases() -> None:
     assert bar.reached is False and bar.where == "lognormal, 10,000 / 512"
 
 
-def test_a_part_alone_has_a_summary() -> None:
-    """Bars of what was not measured have no value, and say so."""
-    record = {**_stored(), "times": [], "gaps": []}
-    record.pop("joint")
-    assert all(bar.value is None for bar in figures.bars(record))
-    assert tables.summary(record)
-
-
-def test_parts_are_merged() -> None:
-    """A part that is measured anew takes the place of the old one, if all else is the same."""
-    old = _stored()
-    new = {
-        **{name: old[name] for name in ("format", "version", "peers")},
-        "provenance": {**old["provenance"], "runs": 1, "other_load": 0.5},
-        "times": [{**row, "bottleneck": {"seconds": 7.0}} for row in old["times"][:1]],
-    }
-    merged = figures.merge(old, new, list(chains.KINDS))
-    kinds = [row["kind"] for row in merged["times"]]
-    assert kinds.count(new["times"][0]["kind"]) == 1
-    assert merged["plans"] == old["plans"] and merged["provenance"]["other_load"] == 0.5
-    assert merged["provenance"]["runs"] == old["provenance"]["runs"] + 1
-    new["provenance"]["cpu"] = "another"
-    with pytest.raises(ValueError, match="results do not belong together: cpu"):
-        figures.merge(old, new, list(chains.KINDS))
-
-
 def test_command_line_keeps_trials_out_of_the_result(capsys: pytest.CaptureFixture[str]) -> None:
-    """A quick run, or a part, is not written over the stored result by accident."""
-    make = _make()
-    for words in (["--quick"], ["--part", "gaps"]):
-        with pytest.raises(SystemExit):
-            make.parse(words)
-        assert "give another file as --out" in capsys.readouterr().err
-    assert make.parse(["--add", "--part", "gaps"]).part == ["gaps"]
-    assert make.parse([]).out == RESULTS
+    """A quick run is not written over the stored result by accident."""
+    make = script_of("solver")
+    with pytest.raises(SystemExit):
+        make.parse(["--quick"])
+    assert "give another file as --out" in capsys.readouterr().err
+    assert make.parse(["--quick", "--out", "other.json"]).quick
+    assert make.parse([]).out == make.RESULTS
 
 
 def test_models_that_are_run_are_those_whose_profiles_are_of_a_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No estimate, and none of a CUDA device; each with a loss of its own mini-batch."""
-    profiles = FOLDER.parent.parent / "profiles"
     monkeypatch.setattr(two_devices, "profile_model", lambda *_, **__: None)
-    found = {model.name: model for model in two_devices.models(profiles, None)}
-    assert sorted(found) == sorted(path.stem for path in profiles.glob("*-cpu.json"))
+    found = {model.name: model for model in two_devices.models(PROFILES, None)}
+    assert sorted(found) == sorted(path.stem for path in PROFILES.glob("*-cpu.json"))
     model = found["prediction-recurrent-rows8-cpu"]
-    loss = model.loss_fn(model.net(model.sample), model.target)
+    subject = model.subject
+    loss = subject.loss_fn(model.net(subject.sample), subject.target)
     loss.backward()
-    model.optimizer(model.net.parameters()).step()
+    subject.optimizer(model.net.parameters()).step()
     assert loss.isfinite()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from benchmark_files import assert_in_readme, folder_of, script_of, stored
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,17 +19,14 @@ from gpipebal.planner import evaluate
 from gpipebal.problem import Link
 from gpipebal.profile import LayerProfile, Profile, SkipProfile, StepTerms
 
-FOLDER = Path(gb.__file__).parent.parent / "benchmarks" / "speed"
-sys.path.insert(0, str(FOLDER))
+folder_of("speed")
 
 from benchmark_tools.shares import about_shares, shares_of_device  # noqa: E402
-from benchmark_tools.text import fill_in  # noqa: E402
 from speed_benchmark import measure, predict, shares, simulate, tables  # noqa: E402
-from speed_benchmark.devices import LINK, MEMORY_LIMIT  # noqa: E402
+from speed_benchmark.devices import MEMORY_LIMIT  # noqa: E402
 from speed_benchmark.predict import Step, fastest_balance, host_seconds, step_seconds  # noqa: E402
 from speed_benchmark.published import MODELS, Run, SpeedModel  # noqa: E402
 
-RESULTS = FOLDER / "results.json"
 AT_ONCE = Link(math.inf)
 
 #: Speeds as torchgpipe's documentation rounds them; the first of each table is 1.
@@ -45,8 +40,7 @@ LAYERS = {"resnet101": 370, "amoebanetd": 24, "unet": 241}
 
 def test_readme_says_what_the_stored_result_says() -> None:
     """The README's tables are those of results.json."""
-    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert fill_in(readme, tables.blocks(_stored())) == readme
+    assert_in_readme("speed", tables.blocks(stored("speed")))
 
 
 def test_published_runs_are_as_published() -> None:
@@ -60,7 +54,7 @@ def test_published_runs_are_as_published() -> None:
 
 def test_stored_result_is_complete() -> None:
     """Every model is simulated in all settings and measured, and what is said to fit does."""
-    record = _stored()
+    record = stored("speed")
     names = {model.name for model in MODELS}
     assert set(record["simulated"]) == set(record["measured"]) == names
     for model in MODELS:
@@ -171,24 +165,13 @@ def test_largest_batch_is_the_last_that_fits() -> None:
 
 def test_small_model_is_measured_beside_its_prediction() -> None:
     """A measurement has every way and every number of partitions, in seconds above zero."""
-    model = SpeedModel(
-        "unet",
-        "",
-        lambda small: gb.models.unet(1, 2),
-        torch.nn.functional.binary_cross_entropy_with_logits,
-        image_size=64,
-        runs=(Run("a", 2, 2, (33, 32), 1.0),),
-        equal_batch=4,
-        small_about="a tiny U-Net",
-        small_image_size=64,
-        small_rows=1,
-    )
+    model = _tiny(Run("a", 2, 2, (33, 32), 1.0))
     found = json.loads(json.dumps(measure.measure(model, rounds=1, timeout=0.0)))
     assert found["predicted"].keys() == {"plain", "1", "2", "4", "8"}
     assert all(seconds > 0 for seconds in found["predicted"].values())
     assert all(len(q) == 3 and min(q) > 0 for q in found["measured"].values())
     record = {"simulated": {}, "measured": {"unet": found}, "provenance": {}}
-    assert "a tiny U-Net" in tables.summary(record)
+    assert "a tiny U-Net" in tables.blocks(record)["result"]
 
 
 def test_runs_on_shares_stand_beside_their_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,18 +182,7 @@ def test_runs_on_shares_stand_beside_their_predictions(monkeypatch: pytest.Monke
         Run("two", 64, 32, (60, 5), 4.5),
         Run("not measured", 64, 32, (33, 32), 1.0),
     )
-    model = SpeedModel(
-        "unet",
-        "a tiny U-Net",
-        lambda small: gb.models.unet(1, 2),
-        torch.nn.functional.binary_cross_entropy_with_logits,
-        image_size=64,
-        runs=runs,
-        equal_batch=4,
-        small_about="a tiny U-Net",
-        small_image_size=64,
-        small_rows=1,
-    )
+    model = _tiny(*runs)
     real = shares.fastest_balance
 
     def fastest(*arguments: Any, **options: Any) -> tuple[int, ...]:
@@ -230,12 +202,9 @@ def test_runs_on_shares_stand_beside_their_predictions(monkeypatch: pytest.Monke
     for run in found["runs"]:
         assert sum(run["balance"]) == 65
         assert min([*run["predicted"].values(), *run["seconds"]]) > 0
-    again = shares.measure_shares(model, rounds=1, timeout=0.0, measured=found)
-    assert [run["seconds"] for run in again["runs"]] == [run["seconds"] for run in found["runs"]]
-    assert [run["balance"] for run in again["runs"]] == [run["balance"] for run in found["runs"]]
-    assert again["runs"][0]["predicted"] != found["runs"][0]["predicted"]
     monkeypatch.setattr(tables, "MODELS", (model,))
-    written = tables.summary({"simulated": {}, "measured": {}, "shares": {"unet": found}})
+    record = {"simulated": {}, "measured": {}, "shares": {"unet": found}, "provenance": {}}
+    written = tables.blocks(record)["result"]
     assert "a tiny U-Net" in written and "1.500" in written and "not measured" not in written
 
 
@@ -253,61 +222,51 @@ def test_a_pipeline_runs_on_shares_of_a_device() -> None:
     torch.testing.assert_close(pipe(inputs), expected)
 
 
-def test_command_line_knows_the_models() -> None:
-    """Models are chosen by name; a published run is simulated over the stated link."""
-    make = _make()
-    arguments = make.parse(["--model", "unet", "--measure", "--rounds", "2"])
-    assert (arguments.model, arguments.measure, arguments.rounds) == (["unet"], True, 2)
-    impossible = ["--model", "alexnet"], ["--predict"], ["--shares", "--merge", "other.json"]
-    for words in (*impossible, ["--rounds", "0"], ["--shares", "--rounds", "-1"]):
+def test_command_line_refuses_what_is_impossible() -> None:
+    """One thing is measured at a time, in one round or more."""
+    make = script_of("speed")
+    arguments = make.parse(["--measure", "--rounds", "2"])
+    assert (arguments.measure, arguments.rounds) == (True, 2)
+    for words in (["--shares", "--measure"], ["--rounds", "0"], ["--shares", "--rounds", "-1"]):
         with pytest.raises(SystemExit):
             make.parse(words)
-    assert LINK.bandwidth == 12e9
 
 
-def test_a_run_on_shares_that_ends_early_replaces_nothing_whole(
+def test_models_on_shares_are_stored_one_by_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Turns that were made are stored with the model; a whole result gives way to a whole one."""
-    make = _make()
-    old = _stored()
-    about = old["provenance"]["shares"]
-
-    def measured(_: SpeedModel, rounds: int, timeout: float, keep: Any, **__: Any) -> Any:
-        for turn in range(1, rounds + 1):
-            if turn == timeout:
-                raise KeyboardInterrupt
-            keep(found := {"turns": turn, "rounds": rounds, "runs": []})
-        return found
-
-    monkeypatch.setattr(make, "measure_shares", measured)
-    monkeypatch.setattr(make, "about_shares", lambda n: about)
+    """A model is stored before the next one is measured, and the environment tells its turns."""
+    make = script_of("speed")
+    record = stored("speed")
     out = tmp_path / "results.json"
-    kept: list[tuple[int, int]] = []
-    for rounds, end in ((5, 3), (4, 2), (2, 3), (5, 3), (3, 4)):
-        with contextlib.suppress(KeyboardInterrupt):
-            words = ["--shares", "--rounds", str(rounds), "--timeout", str(end), "--out", str(out)]
-            make.add_shares(make._old(out), MODELS[0], make.parse(words))
-        found = json.loads(out.read_text(encoding="utf-8"))["shares"][MODELS[0].name]
-        kept.append((found["turns"], found["rounds"]))
-    assert kept == [(2, 5), (1, 4), (2, 2), (2, 2), (3, 3)]
-    other = {"shares": {MODELS[0].name: {**found, "turns": 1}}, "provenance": {"shares": about}}
-    with pytest.raises(SystemExit, match="fewer turns"):
-        make.add_other(make._old(out), other)
-    assert "does not count: 2\n" in tables.blocks(old)["environment"]
-    old["shares"]["amoebanetd"]["turns"] = 1
-    assert "count: 2 of resnet101, 1 of amoebanetd\n" in tables.blocks(old)["environment"]
+    seen: list[list[int]] = []
+
+    def measured(model: SpeedModel, rounds: int, **_: Any) -> Any:
+        if out.exists():
+            parted = json.loads(out.read_text(encoding="utf-8"))["shares"]
+            seen.append([found["turns"] for found in parted.values()])
+        return {**record["shares"][model.name], "turns": rounds}
+
+    monkeypatch.setattr(make, "MODELS", MODELS[:2])
+    monkeypatch.setattr(make, "measure_shares", measured)
+    monkeypatch.setattr(make, "about_shares", lambda n: record["provenance"]["shares"])
+    make.add_shares(record, 7, out)
+    assert seen == [[7, 2]]
+    assert "does not count: 7\n" in tables.blocks(record)["environment"]
+    record["shares"]["amoebanetd"]["turns"] = 1
+    assert "count: 7 of resnet101, 1 of amoebanetd\n" in tables.blocks(record)["environment"]
 
 
-def _stored() -> dict[str, Any]:
-    record = json.loads(RESULTS.read_text(encoding="utf-8"))
-    assert isinstance(record, dict)
-    return record
-
-
-def _make() -> Any:
-    spec = importlib.util.spec_from_file_location("make_speed", FOLDER / "make.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _tiny(*runs: Run) -> SpeedModel:
+    return SpeedModel(
+        "unet",
+        "a tiny U-Net",
+        lambda small: gb.models.unet(1, 2),
+        torch.nn.functional.binary_cross_entropy_with_logits,
+        image_size=64,
+        runs=runs,
+        equal_batch=4,
+        small_about="a tiny U-Net",
+        small_image_size=64,
+        small_rows=1,
+    )

@@ -11,22 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from benchmark_tools.text import fill_in
+from benchmark_files import assert_in_readme, folder_of, stored
 from torch import Tensor
 
-import gpipebal as gb
-from gpipebal.files import read_record
 from gpipebal.pipeline import GPipe
 from gpipebal.pipeline.workers.failures import Failures
 
-FOLDER = Path(gb.__file__).parent.parent / "benchmarks" / "soak"
-sys.path.insert(0, str(FOLDER))
+FOLDER = folder_of("soak")
 
 from soak_benchmark import tables  # noqa: E402
 from soak_benchmark.faults import ERRORS, INTERRUPT, Place, Record  # noqa: E402
 from soak_benchmark.growth import BOUNDS, count_all, find_growth  # noqa: E402
 from soak_benchmark.slots import make_slots  # noqa: E402
-from soak_benchmark.soak import FORMAT, VERSION, soak  # noqa: E402
+from soak_benchmark.soak import soak  # noqa: E402
 from soak_benchmark.specs import WAYS, draw_spec  # noqa: E402
 from soak_benchmark.steps import SoakError  # noqa: E402
 
@@ -34,20 +31,14 @@ pytestmark = pytest.mark.timeout(100)
 PHASES = ("forward", "recompute", "backward")
 
 
-def stored() -> dict[str, Any]:
-    """Read the stored record."""
-    return read_record(FOLDER / "results.json", FORMAT, VERSION)
-
-
 def test_readme_says_what_the_stored_result_says() -> None:
     """The README's tables are those of results.json."""
-    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert fill_in(readme, tables.blocks(stored())) == readme
+    assert_in_readme("soak", tables.blocks(stored("soak")))
 
 
 def test_stored_soak_is_whole_and_passed() -> None:
     """Ten thousand steps, every way and every fault in every phase, and nothing grew."""
-    record = stored()
+    record = stored("soak")
     assert record["steps"] >= 10_000
     assert tables.is_passed(record)
     assert record["ways"].keys() == WAYS.keys()

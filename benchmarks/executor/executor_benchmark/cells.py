@@ -16,23 +16,19 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from executor_benchmark.workloads import loss_fn
 from gpipebal.schedule import Action, Schedule
 from gpipebal.simulator import Durations, place
 
-__all__ = [
-    "CellTimes",
-    "ideal_with_barrier",
-    "ideal_without_barrier",
-    "run_serially",
-    "run_side_by_side",
-]
+#: A mini-batch, and its target.
+Batch = tuple[Tensor, Tensor]
 
 
 @dataclass
@@ -71,47 +67,28 @@ class CellTimes:
         return Durations(tuple(forward), tuple(recompute), tuple(backward))
 
 
-def ideal_with_barrier(durations: Durations, chunks: int, checkpoint: str, pause: float) -> float:
-    """Return the ideal makespan of ``loss(pipe(x)).backward()``.
-
-    The loss is one for the whole mini-batch, so all forwards end before the first backward begins:
-    the makespan of the forwards, the pause, and the makespan of the backwards. A recompute is
-    early: it waits for no gradient.
+def ideal(schedule: Schedule, durations: Durations, pause: float | None = None) -> float:
+    """Return the ideal makespan of a step.
 
     Args:
+        schedule: In which order each partition works.
         durations: Seconds of each partition for one micro-batch.
-        chunks: Micro-batches.
-        checkpoint: ``'never'`` or ``'except_last'``.
-        pause: Seconds between the forwards and the backwards.
+        pause: Of ``loss(pipe(x)).backward()``: seconds between the forwards and the backwards. The
+            loss is one for the whole mini-batch, so all forwards end before the first backward
+            begins. None: the loss is inside the last partition's cells.
 
     Example:
+        >>> from gpipebal.schedule import gpipe_schedule
         >>> durations = Durations((1.0, 2.0), (1.0, 2.0), (3.0, 2.0))
-        >>> ideal_with_barrier(durations, 4, "never", 0.5)  # 3 + 3 * 2, 0.5, 5 + 3 * 3
+        >>> ideal(gpipe_schedule(2, 4, "never"), durations, 0.5)  # 3 + 3 * 2, 0.5, 5 + 3 * 3
         23.5
-        >>> ideal_with_barrier(durations, 4, "except_last", 0.5)  # 3 + 3 * 2, 0.5, 5 + 3 * 4
+        >>> ideal(gpipe_schedule(2, 4, "except_last"), durations, 0.5)  # the same, 5 + 3 * 4
         26.5
     """
-    if checkpoint not in ("never", "except_last"):
-        raise ValueError(f"no formula for checkpoint={checkpoint!r}")
-    f, b = durations.forward, durations.backward  # f, b, r: forward, backward, recompute
-    r = durations.recompute if checkpoint == "except_last" else (0.0,) * len(f)
-    load = [backward + recompute for backward, recompute in zip(b, r, strict=True)]
-    forward = sum(f) + (chunks - 1) * max(f)
-    return forward + pause + sum(b) + (chunks - 1) * max(load)
+    return place(schedule, durations, pause=pause).makespan
 
 
-def ideal_without_barrier(schedule: Schedule, durations: Durations) -> float:
-    """Return the ideal makespan of a step whose loss is inside the last partition."""
-    return place(schedule, durations).makespan
-
-
-def run_serially(
-    partitions: Sequence[nn.Module],
-    schedule: Schedule,
-    inputs: Tensor,
-    target: Tensor,
-    loss_fn: Callable[[Tensor, Tensor], Tensor],
-) -> CellTimes:
+def run_serially(partitions: Sequence[nn.Module], schedule: Schedule, batch: Batch) -> CellTimes:
     """Run a step cell by cell in this thread, and clock each.
 
     Gradients are added to the parameters as by the plain model.
@@ -119,41 +96,27 @@ def run_serially(
     Args:
         partitions: The layers of each partition.
         schedule: Which micro-batches are recomputed, and in which order each partition works.
-        inputs: The mini-batch.
-        target: Its target.
-        loss_fn: Loss of a (micro-)batch, a mean over its rows.
+        batch: What is trained with.
     """
-    step = _SerialStep(partitions, schedule, inputs, target, loss_fn)
+    step = _SerialStep(partitions, schedule, batch)
     _run_through(step, schedule)
-    step.clock_pause(target)
+    step.clock_pause()
     return step.times
 
 
 def run_side_by_side(
-    partitions: Sequence[nn.Module],
-    schedule: Schedule,
-    inputs: Tensor,
-    target: Tensor,
-    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    partitions: Sequence[nn.Module], schedule: Schedule, batch: Batch
 ) -> CellTimes:
     """Run the cells of a step with every partition in a thread of its own, and clock each.
 
     A run through the step, not clocked, gives the threads copies of what they would wait for. Its
     gradients are added to the parameters, and then those of the threads. The pause is not clocked.
 
-    Args:
-        partitions: The layers of each partition.
-        schedule: Which micro-batches are recomputed, and in which order each partition works.
-        inputs: The mini-batch.
-        target: Its target.
-        loss_fn: Loss of a (micro-)batch, a mean over its rows.
+    Takes what `run_serially` takes.
     """
-    first = _SerialStep(partitions, schedule, inputs, target, loss_fn, keep=True)
+    first = _SerialStep(partitions, schedule, batch, keep=True)
     _run_through(first, schedule)
-    steps = [
-        _SerialStep(partitions, schedule, inputs, target, loss_fn, ready=first.kept)
-        for _ in partitions
-    ]
+    steps = [_SerialStep(partitions, schedule, batch, ready=first.kept) for _ in partitions]
     del first
     all_here = threading.Barrier(len(steps))
     failures: list[BaseException] = []
@@ -215,17 +178,15 @@ class _SerialStep:
         self,
         partitions: Sequence[nn.Module],
         schedule: Schedule,
-        inputs: Tensor,
-        target: Tensor,
-        loss_fn: Callable[[Tensor, Tensor], Tensor],
+        batch: Batch,
         *,
         keep: bool = False,
         ready: _Kept | None = None,
     ) -> None:
         self._partitions = partitions
         self._chunks = schedule.chunks
-        self._targets = target.chunk(self._chunks)
-        self._loss_fn = loss_fn
+        inputs, self._target = batch
+        self._targets = self._target.chunk(self._chunks)
         self._outputs: dict[int, Tensor] = {}
         # By (partition, micro-batch): what a cell waits for, and what it keeps for its backward.
         self._arrived = {(0, i): part for i, part in enumerate(inputs.chunk(self._chunks))}
@@ -284,7 +245,7 @@ class _SerialStep:
         self._outputs[i] = output
         started = time.perf_counter()
         leaf = output.detach().requires_grad_()
-        loss = self._loss_fn(leaf, self._targets[i]) / self._chunks
+        loss = loss_fn(leaf, self._targets[i]) / self._chunks
         self.times.loss_forward.append(time.perf_counter() - started)
         started = time.perf_counter()
         loss.backward()
@@ -310,12 +271,12 @@ class _SerialStep:
         if not self._is_ready or j == len(self._partitions) - 1:
             self._gradients[j, i] = gradient
 
-    def clock_pause(self, target: Tensor) -> None:
+    def clock_pause(self) -> None:
         parts = [self._outputs[i] for i in range(self._chunks)]
         started = time.perf_counter()
         # One micro-batch needs no joining.
         leaf = (torch.cat(parts) if len(parts) > 1 else parts[0]).requires_grad_()
-        self._loss_fn(leaf, target).backward()
+        loss_fn(leaf, self._target).backward()
         self.times.pause = time.perf_counter() - started
 
 

@@ -10,8 +10,6 @@ from benchmark_tools.bars import Bar
 
 from executor_benchmark.result import Case, Result
 
-__all__ = ["SAME_SCHEDULE", "distributed_floors", "floors"]
-
 #: The ways of gpipebal, as its users write them.
 _OURS = {
     "gpipebal": "loss(pipe(x))",

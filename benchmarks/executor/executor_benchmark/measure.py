@@ -15,27 +15,35 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import count
-from typing import Any
+from functools import partial
+from itertools import count, pairwise
+from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from executor_benchmark.cells import (
-    CellTimes,
-    ideal_with_barrier,
-    ideal_without_barrier,
-    run_serially,
-    run_side_by_side,
-)
+from executor_benchmark.cells import CellTimes, ideal, run_serially, run_side_by_side
 from executor_benchmark.processes import SCHEDULES, Processes
 from executor_benchmark.ways import CHECKPOINTS, WAYS, NotAvailableError, make_way
-from executor_benchmark.workloads import N_PARTITIONS, Workload, loss_fn
+from executor_benchmark.workloads import N_PARTITIONS, Workload
+from gpipebal.problem import to_bounds
 from gpipebal.schedule import make_schedule
-
-__all__ = ["measure_group", "measure_one_partition", "spread"]
 
 #: Largest distance of two gradients, relative to their size, that rounding explains.
 TOLERANCE = 1e-3
+
+
+class Length(NamedTuple):
+    """How long ways take turns.
+
+    Attributes:
+        rounds: Rounds that count, at least; one more comes first, in which the gradients are
+            compared with the plain model's.
+        least_seconds: So long there are more of them, that short steps are known as well as long
+            ones.
+    """
+
+    rounds: int
+    least_seconds: float = 0.0
 
 
 @dataclass
@@ -44,7 +52,7 @@ class _Turn:
 
     name: str
     checkpoint: str | None
-    run: Callable[[], float]
+    run: Callable[[], float] = lambda: math.nan
     gradients: Callable[[], list[Tensor | None]] | None = None
     clear: Callable[[], None] = lambda: None
     seconds: list[float] = field(default_factory=list)
@@ -67,23 +75,16 @@ class _Cells:
         self.rounds: list[CellTimes] = []
         self.beside: list[CellTimes] = []
         self._batch = workload.make_batch()
-        ends = [sum(balance[: j + 1]) for j in range(len(balance))]
-        self._partitions: list[nn.Module] = [
-            self.model[end - size : end] for size, end in zip(balance, ends, strict=True)
-        ]
+        self._partitions = [self.model[a:b] for a, b in pairwise(to_bounds(balance))]
 
     def run(self) -> float:
         self.clear()
-        inputs, target = self._batch
-        self.rounds.append(run_serially(self._partitions, self.schedule, inputs, target, loss_fn))
+        self.rounds.append(run_serially(self._partitions, self.schedule, self._batch))
         return math.nan
 
     def run_beside(self) -> float:
         self.clear()
-        inputs, target = self._batch
-        self.beside.append(
-            run_side_by_side(self._partitions, self.schedule, inputs, target, loss_fn)
-        )
+        self.beside.append(run_side_by_side(self._partitions, self.schedule, self._batch))
         return math.nan
 
     def clear(self) -> None:
@@ -92,25 +93,32 @@ class _Cells:
     def gradients(self) -> list[Tensor | None]:
         return [parameter.grad for parameter in self.model.parameters()]
 
+    def pause(self) -> float:
+        return statistics.median(cells.pause for cells in self.rounds)
+
     def ideals(self, *, barrier: bool, beside: bool = False) -> list[float]:
         """Return the ideal makespan by the cells of each round, alone or side by side."""
-        rounds = self.beside if beside else self.rounds
-        if not barrier:
-            return [
-                ideal_without_barrier(self.schedule, cells.durations(loss=True)) for cells in rounds
-            ]
-        # No partition works during the loss of the whole mini-batch.
-        pause = statistics.median(cells.pause for cells in self.rounds)
-        chunks = self.schedule.chunks
-        return [
-            ideal_with_barrier(
-                cells.durations(loss=False),
-                chunks,
-                self.checkpoint,
-                pause if beside else cells.pause,
-            )
-            for cells in rounds
-        ]
+        found = []
+        for cells in self.beside if beside else self.rounds:
+            # No partition works during the loss of the whole mini-batch.
+            pause = self.pause() if beside else cells.pause
+            durations = cells.durations(loss=not barrier)
+            found.append(ideal(self.schedule, durations, pause if barrier else None))
+        return found
+
+    def record(self) -> dict[str, Any]:
+        """Keep the medians over the rounds of the mean cells, for who wants to place them anew."""
+        kinds: dict[str, list[float]] = {}
+        for kind in ("forward", "recompute", "backward"):
+            every = [getattr(cells.durations(loss=False), kind) for cells in self.rounds]
+            kinds[kind] = [_round(statistics.median(row)) for row in zip(*every, strict=True)]
+        return {
+            "chunks": self.schedule.chunks,
+            "checkpoint": self.checkpoint,
+            "cells": self.schedule.name,
+            **kinds,
+            "pause": _round(self.pause()),
+        }
 
 
 #: Which cells, and whether with a barrier, give a way's ideal makespan.
@@ -125,15 +133,94 @@ _IDEAL_OF = {
 }
 
 
+class _Group:
+    """What takes turns: the ways of running a workload with one number of micro-batches."""
+
+    def __init__(
+        self, stack: ExitStack, workload: Workload, balance: Sequence[int], chunks: int
+    ) -> None:
+        self.turns: list[_Turn] = []
+        self.cells: dict[tuple[str, str], _Cells] = {}
+        self._stack, self._workload, self._balance, self._chunks = stack, workload, balance, chunks
+
+    def add_way(self, name: str, checkpoint: str | None) -> None:
+        """Add a way that runs in this process."""
+        mode = checkpoint or "never"
+        try:
+            way = make_way(name, self._workload, self._balance, self._chunks, mode)
+        except NotAvailableError as error:
+            self.turns.append(_Turn(name, checkpoint, status=str(error)))
+            return
+        self._stack.callback(way.close)
+        self.turns.append(_Turn(name, checkpoint, way.run, way.gradients, way.clear))
+
+    def add_distributed(self, processes: Processes | None, names: Collection[str]) -> None:
+        """Add the ways that run in other processes: `names` of them."""
+        status = dict.fromkeys(SCHEDULES, "ok" if processes is not None else "left out")
+        if processes is not None:
+            if self._chunks < N_PARTITIONS:
+                status["distributed_1f1b"] = "needs 2 micro-batches"
+            try:
+                processes.build(self._workload, self._balance, self._chunks)
+            except RuntimeError as error:
+                status = dict.fromkeys(SCHEDULES, _failed(error))
+        for name in filter(names.__contains__, SCHEDULES):
+            turn = _Turn(name, "never", status=status[name])
+            if processes is not None:
+                turn.run, turn.gradients = partial(processes.run, name), processes.gradients
+            self.turns.append(turn)
+
+    def add_cells(self, checkpoint: str) -> None:
+        """Add the cells of each schedule, alone and side by side."""
+        for name in ("gpipe", "1f1b"):
+            made = _Cells(self._workload, self._balance, self._chunks, checkpoint, name)
+            self.cells[name, checkpoint] = made
+            self.turns.append(
+                _Turn(f"cells_{name}", checkpoint, made.run, made.gradients, made.clear)
+            )
+            # With one micro-batch no two partitions ever work side by side.
+            if self._chunks > 1:
+                self.turns.append(_Turn(f"beside_{name}", checkpoint, made.run_beside))
+
+    def go_round(self, length: Length) -> None:
+        """Let all have their turns, after a first one that does not count."""
+        _warm_up(self.turns, compare=not self._workload.random)
+        for made in self.cells.values():
+            made.rounds.clear()
+            made.beside.clear()
+        _go_round(self.turns, length)
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return what is stored: a record of each way, and then of the cells."""
+        steps = [turn for turn in self.turns if not turn.name.startswith(("cells", "beside"))]
+        found = [*map(self._record, steps), *(made.record() for made in self.cells.values())]
+        return [{"workload": self._workload.name, **record} for record in found]
+
+    def _record(self, turn: _Turn) -> dict[str, Any]:
+        record: dict[str, Any] = {
+            "chunks": self._chunks,
+            "checkpoint": turn.checkpoint,
+            "way": turn.name,
+            "status": turn.status,
+        }
+        if turn.status != "ok":
+            return record
+        record["seconds"] = spread(turn.seconds)
+        schedule, barrier = _IDEAL_OF.get(turn.name, ("", False))
+        made = self.cells.get((schedule, turn.checkpoint or ""))
+        if made is not None:
+            record["ideal"] = spread(made.ideals(barrier=barrier))
+            if made.beside:
+                record["side_by_side"] = spread(made.ideals(barrier=barrier, beside=True))
+        return record
+
+
 def measure_group(
     workload: Workload,
     balance: Sequence[int],
     chunks: int,
-    *,
-    rounds: int,
-    least_seconds: float = 0.0,
+    length: Length,
     processes: Processes | None,
-    quick: bool = False,
     only: Collection[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Run a workload in all ways, with one number of micro-batches.
@@ -144,12 +231,8 @@ def measure_group(
         workload: What to train.
         balance: Layers of each partition, for all ways.
         chunks: Micro-batches.
-        rounds: Rounds that count, at least; one more comes first, in which the gradients are
-            compared with the plain model's.
-        least_seconds: So long there are more of them, that short steps are known as well as long
-            ones.
+        length: How long.
         processes: Those of torch.distributed; None: leave it out.
-        quick: Whether `workload` is a tiny one.
         only: Names of some ways, which then run by themselves: without checkpoints, and without the
             cells that tell the ideal makespan; gradients are compared with those of the first.
             None: all ways.
@@ -163,68 +246,20 @@ def measure_group(
     checkpoints = CHECKPOINTS if chunks > 1 and only is None else CHECKPOINTS[:1]
     chosen = [name for name in WAYS if only is None or name in only]
     with ExitStack() as stack:
-        absent = {}
-        if processes is None:
-            absent = dict.fromkeys(SCHEDULES, "left out")
-        else:
-            if chunks < N_PARTITIONS:
-                absent["distributed_1f1b"] = "needs 2 micro-batches"
-            try:
-                processes.build(workload, balance, chunks, quick=quick)
-            except RuntimeError as error:
-                absent = dict.fromkeys(SCHEDULES, _failed(error))
-        turns: list[_Turn] = []
-        cells: dict[tuple[str, str], _Cells] = {}
+        group = _Group(stack, workload, balance, chunks)
         for name in chosen:
             if name.startswith("plain"):
-                turns.append(_make_turn(stack, name, None, workload, balance, chunks))
+                group.add_way(name, None)
         for checkpoint in checkpoints:
             for name in chosen:
-                if name in SCHEDULES and checkpoint == "never":  # it has no checkpointing
-                    turns.append(_distributed_turn(name, processes, absent.get(name, "ok")))
-                elif name not in SCHEDULES and not name.startswith("plain"):
-                    turns.append(_make_turn(stack, name, checkpoint, workload, balance, chunks))
-            for name in ("gpipe", "1f1b") if only is None else ():
-                made = _Cells(workload, balance, chunks, checkpoint, name)
-                cells[name, checkpoint] = made
-                turns.append(
-                    _Turn(f"cells_{name}", checkpoint, made.run, made.gradients, made.clear)
-                )
-                # With one micro-batch no two partitions ever work side by side.
-                if chunks > 1:
-                    beside = _Turn(f"beside_{name}", checkpoint, made.run_beside)
-                    turns.append(beside)
-        _warm_up(turns, compare=not workload.random)
-        for made in cells.values():
-            made.rounds.clear()
-            made.beside.clear()
-        _go_round(turns, rounds, least_seconds)
-    steps = [turn for turn in turns if not turn.name.startswith(("cells", "beside"))]
-    return [_record(turn, workload, chunks, cells) for turn in steps] + [
-        _cells_record(made, workload, chunks) for made in cells.values()
-    ]
-
-
-def _make_turn(
-    stack: ExitStack,
-    name: str,
-    checkpoint: str | None,
-    workload: Workload,
-    balance: Sequence[int],
-    chunks: int,
-) -> _Turn:
-    try:
-        way = make_way(name, workload, balance, chunks, checkpoint or "never")
-    except NotAvailableError as error:
-        return _Turn(name, checkpoint, lambda: math.nan, status=str(error))
-    stack.callback(way.close)
-    return _Turn(name, checkpoint, way.run, way.gradients, way.clear)
-
-
-def _distributed_turn(name: str, processes: Processes | None, status: str) -> _Turn:
-    if processes is None:
-        return _Turn(name, "never", lambda: math.nan, status=status)
-    return _Turn(name, "never", lambda: processes.run(name), processes.gradients, status=status)
+                if name not in SCHEDULES and not name.startswith("plain"):
+                    group.add_way(name, checkpoint)
+            if checkpoint == "never":  # torch.distributed has no checkpointing
+                group.add_distributed(processes, chosen)
+            if only is None:
+                group.add_cells(checkpoint)
+        group.go_round(length)
+    return group.records()
 
 
 def _failed(error: Exception) -> str:
@@ -265,7 +300,7 @@ def _distance(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     return math.sqrt(apart / size) if size else math.sqrt(apart)
 
 
-def _go_round(turns: Sequence[_Turn], rounds: int, least_seconds: float) -> None:
+def _go_round(turns: Sequence[_Turn], length: Length) -> None:
     running = [turn for turn in turns if turn.status == "ok"]
     gc.collect()
     # What exists by now stays: a collection looks only at what the steps made.
@@ -274,7 +309,7 @@ def _go_round(turns: Sequence[_Turn], rounds: int, least_seconds: float) -> None
     started = time.monotonic()
     try:
         for k in count():
-            if k >= rounds and time.monotonic() - started >= least_seconds:
+            if k >= length.rounds and time.monotonic() - started >= length.least_seconds:
                 break
             for turn in _order(running, k):
                 turn.seconds.append(turn.run())
@@ -292,61 +327,15 @@ def _order(turns: Sequence[_Turn], k: int) -> list[_Turn]:
     return order[::-1] if k % 2 else order
 
 
-def _record(
-    turn: _Turn, workload: Workload, chunks: int, cells: dict[tuple[str, str], _Cells]
-) -> dict[str, Any]:
-    record: dict[str, Any] = {
-        "workload": workload.name,
-        "chunks": chunks,
-        "checkpoint": turn.checkpoint,
-        "way": turn.name,
-        "status": turn.status,
-    }
-    if turn.status != "ok":
-        return record
-    record["seconds"] = spread(turn.seconds)
-    schedule, barrier = _IDEAL_OF.get(turn.name, ("", False))
-    made = cells.get((schedule, turn.checkpoint or ""))
-    if made is not None:
-        record["ideal"] = spread(made.ideals(barrier=barrier))
-        if made.beside:
-            record["side_by_side"] = spread(made.ideals(barrier=barrier, beside=True))
-    return record
-
-
-def _cells_record(made: _Cells, workload: Workload, chunks: int) -> dict[str, Any]:
-    """Keep the medians over the rounds of the mean cells, for who wants to place them anew."""
-
-    def over_rounds(kind: str) -> list[float]:
-        every = [getattr(cells.durations(loss=False), kind) for cells in made.rounds]
-        return [_round(statistics.median(column)) for column in zip(*every, strict=True)]
-
-    return {
-        "workload": workload.name,
-        "chunks": chunks,
-        "checkpoint": made.checkpoint,
-        "cells": made.schedule.name,
-        **{kind: over_rounds(kind) for kind in ("forward", "recompute", "backward")},
-        "pause": _round(statistics.median(cells.pause for cells in made.rounds)),
-    }
-
-
-def measure_one_partition(
-    workload: Workload, *, rounds: int, least_seconds: float = 0.0
-) -> dict[str, Any]:
+def measure_one_partition(workload: Workload, length: Length) -> dict[str, Any]:
     """Run one partition with one micro-batch, ``never``, in turns with the plain model."""
-    n_layers = len(workload.make_model())
     with ExitStack() as stack:
-        turns = [
-            _make_turn(stack, name, "never", workload, [n_layers], 1)
-            for name in ("plain_1", "gpipebal")
-        ]
-        _warm_up(turns, compare=not workload.random)
-        _go_round(turns, rounds, least_seconds)
-    return {
-        "workload": workload.name,
-        **{turn.name: spread(turn.seconds) for turn in turns},
-    }
+        group = _Group(stack, workload, [len(workload.make_model())], 1)
+        for name in ("plain_1", "gpipebal"):
+            group.add_way(name, "never")
+        group.go_round(length)
+    times = {turn.name: spread(turn.seconds) for turn in group.turns}
+    return {"workload": workload.name, **times}
 
 
 def spread(seconds: Sequence[float]) -> dict[str, Any]:

@@ -23,8 +23,6 @@ from torch import Tensor, nn
 
 from executor_benchmark.workloads import SMALL, WORKLOADS, Workload, loss_fn, tiny
 
-__all__ = ["SCHEDULES", "Processes"]
-
 SCHEDULES = {"distributed_gpipe": "ScheduleGPipe", "distributed_1f1b": "Schedule1F1B"}
 
 #: Seconds after which a process that does not answer counts as lost.
@@ -71,11 +69,9 @@ class Processes:
                 process.join()
         self._folder.cleanup()
 
-    def build(
-        self, workload: Workload, balance: Sequence[int], chunks: int, *, quick: bool
-    ) -> None:
+    def build(self, workload: Workload, balance: Sequence[int], chunks: int) -> None:
         """Let every process make its partition of a workload, and the schedules."""
-        self._ask("build", workload.name, list(balance), chunks, quick)
+        self._ask("build", workload.name, workload.is_tiny, list(balance), chunks)
 
     def run(self, way: str) -> float:
         """Run a step by the schedule of this name; return its seconds."""
@@ -160,11 +156,11 @@ class _Partition:
         self._inputs: tuple[Tensor, ...] = ()
         self._target: Tensor | None = None
 
-    def build(self, name: str, balance: list[int], chunks: int, quick: bool) -> None:
+    def build(self, name: str, is_tiny: bool, balance: list[int], chunks: int) -> None:
         from torch.distributed import pipelining
 
         workload = next(each for each in (*WORKLOADS, *SMALL) if each.name == name)
-        if quick:
+        if is_tiny:
             workload = tiny(workload)
         first = sum(balance[: self._rank])
         self._model = workload.make_model()[first : first + balance[self._rank]]

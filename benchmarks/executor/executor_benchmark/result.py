@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 from scipy.stats import quantile_test
 
-__all__ = ["FORMAT", "VERSION", "Case", "PairedRatio", "Result"]
-
 FORMAT = "gpipebal-benchmark-executor"
 VERSION = 1
 

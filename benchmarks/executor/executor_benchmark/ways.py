@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from executor_benchmark.workloads import Workload, loss_fn
 from gpipebal import GPipe
 
-__all__ = ["CHECKPOINTS", "WAYS", "NotAvailableError", "Way", "make_way"]
-
 CHECKPOINTS = ("never", "except_last")
 
 #: Every way of running a step.
@@ -102,7 +100,7 @@ def make_way(
     model, (inputs, target) = workload.make_model(), workload.make_batch()
     if name.startswith("plain"):
         return _plain(name, model, inputs, target, chunks)
-    pipe = _MAKERS[name](model, list(balance), chunks, checkpoint)
+    pipe = _make_pipe(name, model, list(balance), chunks, checkpoint)
     if name in ("gpipebal_gpipe", "gpipebal_1f1b"):
         schedule = name.removeprefix("gpipebal_")
 
@@ -119,7 +117,8 @@ def make_way(
 def _plain(name: str, model: nn.Module, inputs: Tensor, target: Tensor, chunks: int) -> Way:
     """Take one micro-batch after the other through forward, loss and backward.
 
-    That is the plain model at its best: no two graphs are alive at once, and nothing is joined.
+    With these micro-batches that is the plain model at its best: no two graphs are alive at once,
+    and nothing is joined.
     """
     parts = list(zip(inputs.chunk(chunks), target.chunk(chunks), strict=True))
 
@@ -130,46 +129,24 @@ def _plain(name: str, model: nn.Module, inputs: Tensor, target: Tensor, chunks: 
     return Way(name, model, step, threads=int(name.removeprefix("plain_")))
 
 
-def _make_gpipebal(model: nn.Sequential, balance: list[int], chunks: int, checkpoint: str) -> Any:
-    return GPipe(
-        model,
-        balance,
-        devices=["cpu"] * len(balance),
-        chunks=chunks,
-        checkpoint=checkpoint,  # type: ignore[arg-type]  # one of CHECKPOINTS
-        threads_per_partition=1,
-    )
-
-
-def _make_torchgpipe(model: nn.Sequential, balance: list[int], chunks: int, checkpoint: str) -> Any:
-    return _import("torchgpipe").GPipe(
-        model, balance, devices=["cpu"] * len(balance), chunks=chunks, checkpoint=checkpoint
-    )
-
-
-def _make_fairscale(model: nn.Sequential, balance: list[int], chunks: int, checkpoint: str) -> Any:
+def _make_pipe(
+    name: str, model: nn.Sequential, balance: list[int], chunks: int, checkpoint: str
+) -> Any:
+    options: dict[str, Any] = {"chunks": chunks, "checkpoint": checkpoint}
+    options["devices"] = ["cpu"] * len(balance)
+    if name.startswith("gpipebal"):
+        return GPipe(model, balance, threads_per_partition=1, **options)
     with warnings.catch_warnings():
-        # It says on every use that it is deprecated.
+        # They were written for a torch that had not deprecated what they use; and fairscale says on
+        # every use that it is deprecated itself.
         warnings.simplefilter("ignore")
-        return _import("fairscale.nn").Pipe(
-            model, balance, devices=["cpu"] * len(balance), chunks=chunks, checkpoint=checkpoint
-        )
-
-
-_MAKERS: dict[str, Callable[[nn.Sequential, list[int], int, str], Any]] = {
-    "gpipebal": _make_gpipebal,
-    "gpipebal_gpipe": _make_gpipebal,
-    "gpipebal_1f1b": _make_gpipebal,
-    "torchgpipe": _make_torchgpipe,
-    "fairscale": _make_fairscale,
-}
+        if name == "torchgpipe":
+            return _import("torchgpipe").GPipe(model, balance, **options)
+        return _import("fairscale.nn").Pipe(model, balance, **options)
 
 
 def _import(name: str) -> Any:
     package = name.partition(".")[0]
     if package_version(package) is None:
         raise NotAvailableError("not installed")
-    with warnings.catch_warnings():
-        # They were written for a torch that had not deprecated what they use.
-        warnings.simplefilter("ignore")
-        return importlib.import_module(name)
+    return importlib.import_module(name)

@@ -1,7 +1,7 @@
 """Workloads: chains of layers of realistic sizes, with a mini-batch and its target.
 
 The sizes were fixed before any way of running them was compared with another: realistic layers, as
-many of them as let the whole benchmark end within a quarter of an hour on two cores.
+many of them as let the whole benchmark end within half an hour on two cores.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipebal import balance_cost
-
-__all__ = ["SMALL", "WORKLOADS", "Workload", "find_balance", "loss_fn", "tiny"]
 
 N_PARTITIONS = 2
 CHUNKS = (1, 4, 8, 16)
@@ -39,6 +37,9 @@ class Workload:
         rows: Rows of a mini-batch.
         chunks: Numbers of micro-batches to try; each divides `rows`.
         random: Whether its layers draw random numbers, so that no two ways give the same gradients.
+        small: Whether its cells are so small that handing them over costs a part of them: outside
+            the floors.
+        is_tiny: Whether it is here to try the benchmark, and not the machine.
     """
 
     name: str
@@ -48,6 +49,8 @@ class Workload:
     rows: int
     chunks: tuple[int, ...] = CHUNKS
     random: bool = False
+    small: bool = False
+    is_tiny: bool = False
 
     def make_model(self) -> nn.Sequential:
         """Make the chain; every call, in every process, gives the same parameters."""
@@ -126,7 +129,6 @@ WORKLOADS = (
     ),
 )
 
-#: Cells so small that handing them over costs a part of them. Outside the floors.
 SMALL = tuple(
     Workload(
         name=f"small-{rows}",
@@ -136,43 +138,25 @@ SMALL = tuple(
         shape=(32, 128),
         rows=8 * rows,
         chunks=(8,),
+        small=True,
     )
     for rows in (2, 4, 8)
 )
 
-_TINY = {
-    "mlp": Workload("mlp", "tiny", lambda: _mlp(4, 16), (16,), 16),
-    "convolutions": Workload(
-        "convolutions", "tiny", lambda: _convolutions((4, 4, 8)), (3, 8, 8), 32
-    ),
-    "transformer": Workload(
-        "transformer", "tiny", lambda: _transformer(2, 16, 2, 32, 0.0), (8, 16), 16
-    ),
-    "transformer-dropout": Workload(
-        "transformer-dropout",
-        "tiny",
-        lambda: _transformer(2, 16, 2, 32, 0.1),
-        (8, 16),
-        16,
-        random=True,
-    ),
-    **{
-        f"small-{rows}": Workload(
-            f"small-{rows}",
-            "tiny",
-            lambda: _transformer(2, 16, 2, 32, 0.0),
-            (8, 16),
-            8 * rows,
-            chunks=(8,),
-        )
-        for rows in (2, 4, 8)
-    },
+#: Layers, shape of a row, and rows of a tiny workload.
+_TINY: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...], int]] = {
+    "mlp": (lambda: _mlp(4, 16), (16,), 16),
+    "convolutions": (lambda: _convolutions((4, 4, 8)), (3, 8, 8), 32),
+    "transformer": (lambda: _transformer(2, 16, 2, 32, 0.0), (8, 16), 16),
+    "transformer-dropout": (lambda: _transformer(2, 16, 2, 32, 0.1), (8, 16), 16),
 }
 
 
 def tiny(workload: Workload) -> Workload:
     """Return the workload with layers that take no time: to try the benchmark, not the machine."""
-    return _TINY[workload.name]
+    layers, shape, rows = _TINY["transformer" if workload.small else workload.name]
+    rows = workload.rows if workload.small else rows
+    return replace(workload, about="tiny", make_layers=layers, shape=shape, rows=rows, is_tiny=True)
 
 
 def find_balance(workload: Workload, *, repeats: int = 5) -> tuple[list[int], list[float]]:

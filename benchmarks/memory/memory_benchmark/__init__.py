@@ -1,1 +1,1 @@
-"""Memory of large models: `experiments`, `estimate`, `balances`, `count`, `measure`, `tables`."""
+"""Memory of large models: `experiments`, `estimate`, `balances`, `measure`, `tables`."""

@@ -14,8 +14,6 @@ from gpipebal.profile import Profile
 from gpipebal.schedule import CheckpointMode
 from gpipebal.solvers import split
 
-__all__ = ["BALANCES", "find_balances", "least_total"]
-
 #: Names of the balances, and what each is.
 BALANCES = {
     "published": "torchgpipe's",

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from benchmark_tools.devices import P40
 
 import gpipebal as gb
+from gpipebal.plan import PeakMemory
 from gpipebal.planner import evaluate
-from gpipebal.profile import Profile
+from gpipebal.problem import to_bounds
+from gpipebal.profile import LayerProfile, Profile
 from gpipebal.rates import DeviceRates
 from memory_benchmark.balances import find_balances
 from memory_benchmark.experiments import Experiment
-
-__all__ = ["MEMORY_LIMIT", "estimate", "figures", "profile_of", "with_gradients"]
 
 #: What a partition may need on torchgpipe's device, in the fastest balance: all but half a GB.
 #: torchgpipe's own need leaves no more of it.
@@ -92,35 +93,36 @@ def figures(
         loss and target, what waits for a neighbour, buffers, and copies of them.
     """
     plan = evaluate(profile, balance, checkpoint=experiment.checkpoint, shared_memory=shared_memory)
-    # A checkpointed cell of GPipe copies its partition's buffers for its recompute.
-    n_copies = experiment.chunks - 1
-    found: dict[str, Any] = {"balance": list(balance), "model": [], "activations": []}
-    parts: dict[str, list[int]] = {
-        name: [] for name in ("in flight", "transient", "outputs", "waiting", "buffers", "copies")
+    needs = [
+        _needs(experiment, profile.layers[a:b], partition.memory)
+        for (a, b), partition in zip(pairwise(to_bounds(balance)), plan.partitions, strict=True)
+    ]
+    return {
+        "balance": list(balance),
+        "model": [model for model, _ in needs],
+        "activations": [sum(parts.values()) for _, parts in needs],
+        "parts": {name: [parts[name] for _, parts in needs] for name in needs[0][1]},
+        "makespan": plan.makespan,
     }
-    start = 0
-    for size, partition in zip(balance, plan.partitions, strict=True):
-        layers = profile.layers[start : start + size]
-        start += size
-        peak = partition.memory
-        parameters = sum(layer.parameter_bytes for layer in layers)
-        model = experiment.per_parameter * parameters
-        copies = n_copies * sum(layer.kept_buffer_bytes for layer in layers)
-        needs = {
-            "in flight": peak.activations - copies,
-            "copies": copies,
-            "transient": peak.transient,
-            "outputs": peak.outputs,
-            "waiting": peak.waiting,
-        }
-        # With the optimizer's counters, which are no model memory as it was published. The single
-        # bytes that stand for gradients are none at all.
-        needs["buffers"] = peak.total - peak.gradients - model - sum(needs.values())
-        for name in parts:
-            parts[name].append(needs[name])
-        found["model"].append(model)
-        found["activations"].append(sum(needs.values()))
-    return {**found, "parts": parts, "makespan": plan.makespan}
+
+
+def _needs(
+    experiment: Experiment, layers: Sequence[LayerProfile], peak: PeakMemory
+) -> tuple[int, dict[str, int]]:
+    """Return what belongs to the model in a partition, and the parts of the rest of its peak."""
+    model = experiment.per_parameter * sum(layer.parameter_bytes for layer in layers)
+    # A checkpointed cell of GPipe copies its partition's buffers for its recompute.
+    copies = (experiment.chunks - 1) * sum(layer.kept_buffer_bytes for layer in layers)
+    parts = {
+        "in flight": peak.activations - copies,
+        "transient": peak.transient,
+        "outputs": peak.outputs,
+        "waiting": peak.waiting,
+    }
+    # With the optimizer's counters, which are no model memory as it was published. The single bytes
+    # that stand for gradients are none at all.
+    buffers = peak.total - peak.gradients - model - copies - sum(parts.values())
+    return model, {**parts, "buffers": buffers, "copies": copies}
 
 
 def estimate(experiment: Experiment) -> dict[str, Any]:

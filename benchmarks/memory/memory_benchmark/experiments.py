@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from gpipebal.models import amoebanetd, unet
 
-__all__ = ["EXPERIMENTS", "Experiment", "reduced"]
-
 
 @dataclass(frozen=True)
 class Experiment:
@@ -125,71 +123,50 @@ def reduced(experiment: Experiment) -> Experiment:
     )
 
 
-_amoebanet = partial(Experiment, model="amoebanetd", rows=128, image_size=224)
-_unet = partial(Experiment, model="unet", rows=32, image_size=192)
+#: Of AmoebaNet-D: name, (L, D), torchgpipe's balance; model and activation memory, of torchgpipe in
+#: GiB and of the GPipe paper in GB.
+_AMOEBANET = (
+    ("naive-1", (18, 208), (24,), 0.91, None, 1.05, 6.26),
+    ("pipeline-1", (18, 416), (24,), 3.57, 0.91, 3.8, 3.46),
+    ("pipeline-2", (18, 544), (16, 8), 6.07, 3.39, 6.45, 8.11),
+    ("pipeline-4", (36, 544), (16, 12, 7, 7), 11.80, 6.91, 12.53, 15.21),
+    ("pipeline-8", (72, 512), (23, 16, 11, 6, 6, 5, 5, 6), 20.62, 10.83, 24.62, 26.24),
+)
+#: Of U-Net: name, (B, C), torchgpipe's balance, and its memory in all, in GiB.
+_UNET = (
+    ("naive-1", (6, 72), (285,), 20.3),
+    ("pipeline-1", (11, 128), (505,), 20.5),
+    ("pipeline-2", (24, 128), (526, 551), 43.4),
+    ("pipeline-4", (24, 160), (472, 54, 36, 515), 79.1),
+    ("pipeline-8", (48, 160), (800, 140, 62, 36, 36, 36, 36, 987), 154.1),
+)
 
-#: All experiments, in the order of the published tables.
+#: All experiments, in the order of the published tables. Micro-batches have one image each; the
+#: plain model takes the mini-batch at once.
 EXPERIMENTS = (
-    _amoebanet(
-        "naive-1",
-        size=(18, 208),
-        chunks=1,
-        balance=(24,),
-        published_model=0.91,
-        paper_model=1.05,
-        paper_activations=6.26,
+    *(
+        Experiment(
+            *(name, "amoebanetd", size),
+            rows=128,
+            image_size=224,
+            chunks=1 if name == "naive-1" else 128,
+            balance=balance,
+            published_model=model,
+            published_activations=activations,
+            paper_model=paper_model,
+            paper_activations=paper_activations,
+        )
+        for name, size, balance, model, activations, paper_model, paper_activations in _AMOEBANET
     ),
-    _amoebanet(
-        "pipeline-1",
-        size=(18, 416),
-        chunks=128,
-        balance=(24,),
-        published_model=3.57,
-        published_activations=0.91,
-        paper_model=3.8,
-        paper_activations=3.46,
-    ),
-    _amoebanet(
-        "pipeline-2",
-        size=(18, 544),
-        chunks=128,
-        balance=(16, 8),
-        published_model=6.07,
-        published_activations=3.39,
-        paper_model=6.45,
-        paper_activations=8.11,
-    ),
-    _amoebanet(
-        "pipeline-4",
-        size=(36, 544),
-        chunks=128,
-        balance=(16, 12, 7, 7),
-        published_model=11.80,
-        published_activations=6.91,
-        paper_model=12.53,
-        paper_activations=15.21,
-    ),
-    _amoebanet(
-        "pipeline-8",
-        size=(72, 512),
-        chunks=128,
-        balance=(23, 16, 11, 6, 6, 5, 5, 6),
-        published_model=20.62,
-        published_activations=10.83,
-        paper_model=24.62,
-        paper_activations=26.24,
-    ),
-    _unet("naive-1", size=(6, 72), chunks=1, balance=(285,), published_total=20.3),
-    _unet("pipeline-1", size=(11, 128), chunks=32, balance=(505,), published_total=20.5),
-    _unet("pipeline-2", size=(24, 128), chunks=32, balance=(526, 551), published_total=43.4),
-    _unet(
-        "pipeline-4", size=(24, 160), chunks=32, balance=(472, 54, 36, 515), published_total=79.1
-    ),
-    _unet(
-        "pipeline-8",
-        size=(48, 160),
-        chunks=32,
-        balance=(800, 140, 62, 36, 36, 36, 36, 987),
-        published_total=154.1,
+    *(
+        Experiment(
+            *(name, "unet", size),
+            rows=32,
+            image_size=192,
+            chunks=1 if name == "naive-1" else 32,
+            balance=balance,
+            published_total=total,
+        )
+        for name, size, balance, total in _UNET
     ),
 )

@@ -1,4 +1,4 @@
-"""What an experiment needs at its full size on one device: counted, and as the allocator tells."""
+"""What an experiment needs while it runs: at a reduced size, and at its full size on one device."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from benchmark_tools.machine import provenance
+from benchmark_tools.shares import wait_for
 
-from gpipebal.pipeline import GPipe, measure_memory
+from gpipebal.memory import partition_memory
+from gpipebal.pipeline import GPipe, MemoryMeter, measure_memory
+from gpipebal.problem import to_bounds
+from memory_benchmark.estimate import figures, profile_of, with_gradients
 from memory_benchmark.experiments import Experiment
-
-__all__ = ["ORDER", "free_bytes", "measure"]
 
 #: Experiments in the order of being measured: those that take least time first.
 ORDER = (
@@ -32,13 +34,41 @@ ORDER = (
 _FIRST_ROWS = 2
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Return how much memory is free on a CUDA device; None for another, where it is not known.
+def count(experiment: Experiment) -> dict[str, Any]:
+    """Return the estimated and the counted peak of each partition on a CPU, in bytes.
 
-    What earlier experiments left is given back before.
+    As published: two steps, the gradients kept between them; the second one is counted. ``least``
+    and ``most`` are the estimates if nothing waited for a neighbour, or everything as long as the
+    order of the actions lets it: between them the clock decides.
     """
-    _release(device)
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    profile = with_gradients(profile_of(experiment, "CPU core"))
+    estimated = figures(experiment, profile, experiment.balance)
+    meter, _ = _metered(experiment, torch.device("cpu"), experiment.rows)
+    least, most = (
+        partition_memory(
+            profile,
+            to_bounds(experiment.balance),
+            chunks=experiment.chunks,
+            checkpoint=experiment.checkpoint,
+            shared_memory=True,
+            latest=latest,
+        )
+        for latest in (False, True)
+    )
+    return {
+        "size": list(experiment.size),
+        "rows": experiment.rows,
+        "chunks": experiment.chunks,
+        "image_size": experiment.image_size,
+        "balance": list(experiment.balance),
+        "model": estimated["model"],
+        "estimated": [
+            a + b for a, b in zip(estimated["model"], estimated["activations"], strict=True)
+        ],
+        "least": [peak.total for peak in least],
+        "most": [peak.total for peak in most],
+        "counted": list(meter.peak_bytes),
+    }
 
 
 def measure(experiment: Experiment, device: torch.device) -> dict[str, Any]:
@@ -54,24 +84,43 @@ def measure(experiment: Experiment, device: torch.device) -> dict[str, Any]:
     Returns:
         ``counted``: the peak of live bytes of each partition, ``counted_total``: of all of them at
         one time; ``allocated`` and ``reserved``: the peaks of the CUDA allocator, None on another
-        device; ``seconds`` of the metered step. If the device has not enough memory,
-        ``did_not_fit`` alone. In both cases ``free``, the bytes that were free before, and
+        device; ``seconds`` of the metered step; ``free``, the bytes that were free before, and
         ``provenance``.
     """
-    about: dict[str, Any] = {"provenance": _provenance(device), "free": free_bytes(device)}
-    try:
-        found = _measured(experiment, device)
-    except RuntimeError as error:
-        # Libraries report it by errors of their own, which are no torch.OutOfMemoryError.
-        if "out of memory" not in str(error).lower():
-            raise
-        found = {"did_not_fit": True}
-    # Behind the except clause: the error's traceback holds the tensors.
-    _release(device)
-    return {**about, **found}
+    about = {"provenance": _provenance(device), "free": free_bytes(device)}
+    meter, seconds = _metered(experiment, device, _FIRST_ROWS)
+    on_cuda = device.type == "cuda"
+    return {
+        **about,
+        "balance": list(experiment.balance),
+        "counted": list(meter.peak_bytes),
+        "counted_total": meter.total_peak_bytes,
+        # Since the meter began, which let them start again.
+        "allocated": torch.cuda.max_memory_allocated(device) if on_cuda else None,
+        "reserved": torch.cuda.max_memory_reserved(device) if on_cuda else None,
+        "seconds": seconds,
+    }
 
 
-def _measured(experiment: Experiment, device: torch.device) -> dict[str, Any]:
+def free_bytes(device: torch.device) -> int | None:
+    """Return how much memory is free on a CUDA device; None for another, where it is not known.
+
+    What earlier experiments left is given back before.
+    """
+    gc.collect()
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    # cuBLAS keeps a workspace for each thread that used it, beyond the thread's end.
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _metered(
+    experiment: Experiment, device: torch.device, first_rows: int
+) -> tuple[MemoryMeter, float]:
+    """Run a step of so many rows, and meter one of all rows; return the meter and its seconds."""
     torch.manual_seed(0)
     with torch.device(device):
         model = experiment.build()
@@ -83,6 +132,7 @@ def _measured(experiment: Experiment, device: torch.device) -> dict[str, Any]:
         devices=[device] * n_partitions,
         chunks=experiment.chunks,
         checkpoint=experiment.checkpoint,
+        threads_per_partition=1,
     )
     optimizer = experiment.make_optimizer(list(pipe.parameters()))
 
@@ -92,7 +142,7 @@ def _measured(experiment: Experiment, device: torch.device) -> dict[str, Any]:
         optimizer.step()
 
     try:
-        step(_FIRST_ROWS)
+        step(first_rows)
         if device.type == "cuda":
             torch.cuda.empty_cache()
         started = time.perf_counter()
@@ -100,37 +150,10 @@ def _measured(experiment: Experiment, device: torch.device) -> dict[str, Any]:
             # The target lies in the last partition's memory, as the images do in the first's.
             meter.ledger.hold([target], n_partitions - 1)
             step(experiment.rows)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        return {
-            "balance": list(experiment.balance),
-            "counted": list(meter.peak_bytes),
-            "counted_total": meter.total_peak_bytes,
-            **_allocator_peaks(device),
-            "seconds": time.perf_counter() - started,
-        }
+            wait_for(device)
+        return meter, time.perf_counter() - started
     finally:
         pipe.close()
-
-
-def _allocator_peaks(device: torch.device) -> dict[str, int | None]:
-    """Return the allocator's peaks since the meter began, which let them start again."""
-    if device.type != "cuda":
-        return {"allocated": None, "reserved": None}
-    return {
-        "allocated": torch.cuda.max_memory_allocated(device),
-        "reserved": torch.cuda.max_memory_reserved(device),
-    }
-
-
-def _release(device: torch.device) -> None:
-    """Give back what earlier experiments left."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        # cuBLAS keeps a workspace for each thread that used it, beyond the thread's end.
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
 
 
 def _provenance(device: torch.device) -> dict[str, Any]:

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmark_tools.machine import describe
-from benchmark_tools.text import block, gib, percent, table
+from benchmark_tools.text import Column, block, columns, gib, percent, section, signed, table
 
 from memory_benchmark.balances import BALANCES
 from memory_benchmark.experiments import EXPERIMENTS, Experiment
-
-__all__ = [
-    "FORMAT",
-    "GOALS",
-    "VERSION",
-    "blocks",
-    "decided_by_clock",
-    "errors",
-    "goals",
-    "on_one_device",
-    "summary",
-    "total",
-    "upgraded",
-]
 
 FORMAT = "gpipebal-benchmark-memory"
 VERSION = 2
@@ -52,16 +38,17 @@ _PARTS = {
 
 def blocks(record: Record) -> dict[str, str]:
     """Return what stands between the marks of the README."""
-    return {"result": _results(record), "environment": block(_environment(record))}
-
-
-def summary(record: Record) -> str:
-    """Say whether the goals are reached, how far estimates are from counts, what was measured.
-
-    Of a record that has only measurements, it is these.
-    """
-    estimates = [goals(record), _agreement(record)] if record["full"] else []
-    return "\n\n".join([*estimates, _measured(record)])
+    parts = [
+        block(goals(record)),
+        section("AmoebaNet-D", _activations(record)),
+        section("U-Net", _totals(record)),
+        section("By partition", _by_partition(record)),
+        section("What it consists of", _parts(record)),
+        section("What a smaller need costs in time", _times(record)),
+        section("Estimated against counted", f"{_agreement(record)}\n\n{_counted(record)}"),
+        section("Measured on one device", _measured(record)),
+    ]
+    return {"result": "\n\n".join(parts), "environment": block("\n".join(_environment(record)))}
 
 
 def total(found: dict[str, Any], name: str = "activations") -> int:
@@ -84,46 +71,27 @@ def decided_by_clock(row: dict[str, Any]) -> list[bool]:
     ]
 
 
-def upgraded(record: Record) -> Record:
-    """Return a record of any version as one of today's.
-
-    Before version 2 nothing was measured, and nothing was estimated for one device.
-    """
-    return {"measured": {}, **record, "version": VERSION}
-
-
 def on_one_device(record: Record, key: str) -> list[int] | None:
     """Return the estimated need of each partition of torchgpipe's balance, all on one device.
 
     None: nothing was estimated.
     """
     row = record["full"].get(key)
-    if row is None or "on_one_device" not in row:
+    if row is None:
         return None
     model = row["balances"]["published"]["model"]
     return [a + b for a, b in zip(model, row["on_one_device"], strict=True)]
 
 
-def _results(record: Record) -> str:
-    sections = [
-        ("", goals(record)),
-        ("### AmoebaNet-D", _activations(record)),
-        ("### U-Net", _totals(record)),
-        ("### By partition", _by_partition(record)),
-        ("### What it consists of", _parts(record)),
-        ("### What a smaller need costs in time", _times(record)),
-        ("### Estimated against counted", f"{_agreement(record)}\n\n{_counted(record)}"),
-        ("### Measured on one device", _measured(record)),
-    ]
-    found = []
-    for title, text in sections:
-        found += [title] if title else []
-        found.append(block(text))
-    return "\n\n".join(found)
-
-
 def _present(record: Record, model: str | None = None) -> list[Experiment]:
     return [e for e in EXPERIMENTS if e.key in record["full"] and model in (None, e.model)]
+
+
+def _balances(record: Record) -> Iterator[tuple[Experiment, str, dict[str, Any]]]:
+    """Yield every balance of every experiment, with its name."""
+    for experiment in _present(record):
+        for name, found in record["full"][experiment.key]["balances"].items():
+            yield experiment, name, found
 
 
 def goals(record: Record) -> str:
@@ -133,13 +101,12 @@ def goals(record: Record) -> str:
         if experiment.key not in GOALS:
             continue
         goal, balances = GOALS[experiment.key], record["full"][experiment.key]["balances"]
-        row = [experiment.name, f"{goal:.2f}", f"{experiment.paper_activations:.2f}"]
         reserved = record["measured"].get(experiment.key, {}).get("reserved")
         model = total(balances["published"], "model")
         needs = [None if reserved is None else reserved - model]
         needs += [total(balances[name]) for name in BALANCES]
-        row += [_against(need, goal) for need in needs]
-        lines.append(row)
+        row = [experiment.name, f"{goal:.2f}", f"{experiment.paper_activations:.2f}"]
+        lines.append([*row, *(_against(need, goal) for need in needs)])
     names = ["published, one allocator: reserved GiB", *(f"{name}: live GiB" for name in BALANCES)]
     return table(["AmoebaNet-D", "goal GiB", "paper GB", *names], lines, left=[0])
 
@@ -156,16 +123,13 @@ def _activations(record: Record) -> str:
     lines = [second + ["live GiB"] * len(BALANCES) + ["and foreach"]]
     for experiment in _present(record, "amoebanetd"):
         row = record["full"][experiment.key]
-        published = row["balances"]["published"]
+        reserved = _known(experiment.published_activations)
         lines.append(
             [
-                experiment.name,
-                str(experiment.size),
-                f"{row['parameters']:,}",
-                gib(total(published, "model")),
+                *_about(experiment, row),
                 _known(experiment.published_model),
                 _known(experiment.paper_model),
-                _known(experiment.published_activations) if not experiment.is_plain else "no room",
+                "no room" if experiment.is_plain else reserved,
                 _known(experiment.paper_activations),
                 *(_live(row, name) for name in BALANCES),
                 gib(sum(row["today"])),
@@ -181,48 +145,44 @@ def _totals(record: Record) -> str:
     for experiment in _present(record, "unet"):
         row = record["full"][experiment.key]
         published = row["balances"]["published"]
-        model = total(published, "model")
         lines.append(
             [
-                experiment.name,
-                str(experiment.size),
-                f"{row['parameters']:,}",
-                gib(model),
+                *_about(experiment, row),
                 _known(experiment.published_total),
-                gib(model + total(published)),
+                gib(total(published, "model") + total(published)),
                 *(_live(row, name) for name in BALANCES),
             ]
         )
     return table([*header, *BALANCES], lines, left=[0])
 
 
+def _about(experiment: Experiment, row: dict[str, Any]) -> list[str]:
+    model = gib(total(row["balances"]["published"], "model"))
+    return [experiment.name, str(experiment.size), f"{row['parameters']:,}", model]
+
+
 def _by_partition(record: Record) -> str:
-    lines = []
-    for experiment in _present(record):
-        balances = record["full"][experiment.key]["balances"]
-        for name, found in balances.items():
-            if len(found["balance"]) == 1:
-                continue
-            lines.append(
-                [
-                    experiment.key,
-                    name,
-                    ", ".join(map(str, found["balance"])),
-                    _list(found["model"]),
-                    _list(found["activations"]),
-                ]
-            )
+    lines = [
+        [
+            *(experiment.key, name, ", ".join(map(str, found["balance"]))),
+            *(_list(found["model"]), _list(found["activations"])),
+        ]
+        for experiment, name, found in _balances(record)
+        if len(found["balance"]) > 1
+    ]
     header = ["", "balance", "layers", "model GiB", "peak activations, live GiB"]
     return table(header, lines, left=[0, 1, 2, 3, 4])
 
 
 def _parts(record: Record) -> str:
-    lines = []
-    for experiment in _present(record):
-        for name, found in record["full"][experiment.key]["balances"].items():
-            if name in ("published", "least total"):
-                needs = [sum(found["parts"][part]) for part in _PARTS]
-                lines.append([experiment.key, name, gib(total(found)), *map(gib, needs)])
+    lines = [
+        [
+            *(experiment.key, name, gib(total(found))),
+            *(gib(sum(found["parts"][part])) for part in _PARTS),
+        ]
+        for experiment, name, found in _balances(record)
+        if name in ("published", "least total")
+    ]
     header = ["sum over partitions, live GiB", "balance", "activations", *_PARTS.values()]
     return table(header, lines, left=[0, 1])
 
@@ -243,90 +203,95 @@ def _agreement(record: Record) -> str:
     if not found:
         return "nothing counted"
     n_inside = sum(sum(decided_by_clock(row)) for row in record["reduced"].values())
-    mean = sum(map(abs, found)) / len(found)
+    off_by, at_most = _off_by(found)
     return (
-        f"{len(found)} partitions counted at reduced sizes: estimates off by {percent(mean)} "
-        f"(mean absolute), at most {percent(max(found), sign=True)} over and "
-        f"{percent(min(found), sign=True)} under;\n"
+        f"{len(found)} partitions counted at reduced sizes: {off_by} (mean absolute), {at_most};\n"
         f"{n_inside} of them between nothing and all that may wait for a neighbour "
         f"(within {LEEWAY:.0%})"
     )
 
 
+def _off_by(found: Sequence[float]) -> tuple[str, str]:
+    """Say how far estimates are off, on average and at most."""
+    return (
+        f"estimates off by {percent(sum(map(abs, found)) / len(found))}",
+        f"at most {signed(max(found))} over and {signed(min(found))} under",
+    )
+
+
 def _counted(record: Record) -> str:
-    lines = []
-    for experiment in _present(record):
-        row = record["reduced"].get(experiment.key)
-        if row is None:
-            continue
-        lines.append(
-            [
-                experiment.key,
-                str(tuple(row["size"])),
-                f"{row['rows']} x {row['image_size']} px",
-                str(row["chunks"]),
-                " ".join(f"{n / 2**20:.1f}" for n in row["counted"]),
-                " ".join(percent(error, sign=True) for error in errors(row)),
-            ]
-        )
-    header = ["", "size", "images", "chunks", "counted live MiB", "estimate is off by"]
-    return table(header, lines, left=[0, 4, 5])
+    described: list[Column[tuple[str, dict[str, Any]]]] = [
+        ("", lambda item: item[0]),
+        ("size", lambda item: str(tuple(item[1]["size"]))),
+        ("images", lambda item: f"{item[1]['rows']} x {item[1]['image_size']} px"),
+        ("chunks", lambda item: str(item[1]["chunks"])),
+        (
+            "counted live MiB",
+            lambda item: " ".join(f"{n / 2**20:.1f}" for n in item[1]["counted"]),
+        ),
+        ("estimate is off by", lambda item: " ".join(map(signed, errors(item[1])))),
+    ]
+    reduced = record["reduced"]
+    keys = [experiment.key for experiment in _present(record) if experiment.key in reduced]
+    return columns([(key, reduced[key]) for key in keys], described, left=[0, 4, 5])
 
 
 def _measured(record: Record) -> str:
+    measured = [e for e in EXPERIMENTS if e.key in record["measured"]]
+    if not measured:
+        return "nothing measured"
+    parts = [_measured_in_all(record, measured)]
+    several = [e for e in measured if len(e.balance) > 1]
+    if several:  # of one partition, the line above says it all
+        parts.append(_measured_by_partition(record, several))
+    found = [error for e in measured for error in _errors_of_measured(record, e)]
+    if found:
+        off_by, at_most = _off_by(found)
+        devices = dict.fromkeys(row["provenance"]["device"] for row in record["measured"].values())
+        parts.insert(
+            0,
+            f"{len(found)} partitions counted at full size on {' and '.join(devices)}: {off_by}\n"
+            f"(mean absolute), {at_most}",
+        )
+    return "\n\n".join(parts)
+
+
+def _errors_of_measured(record: Record, experiment: Experiment) -> list[float]:
+    estimated = on_one_device(record, experiment.key)
+    counted = record["measured"][experiment.key]["counted"]
+    return errors({"estimated": estimated, "counted": counted}) if estimated else []
+
+
+def _measured_in_all(record: Record, measured: Sequence[Experiment]) -> str:
     header = ["", "estimated", "counted", "estimate is", "at one time"]
     second = ["", "live GiB", "live GiB", "off by", "live GiB"]
     lines = [[*second, "allocated GiB", "reserved GiB", "reserved GiB"]]
-    by_partition, found = [], []
-    for experiment in EXPERIMENTS:
-        row = record["measured"].get(experiment.key)
-        if row is None:
-            continue
+    for experiment in measured:
+        row = record["measured"][experiment.key]
         estimated = on_one_device(record, experiment.key)
-        need = None if estimated is None else sum(estimated)
-        if row.get("did_not_fit"):
-            lines.append([experiment.key, gib(need), "did not fit", *"-----"])
-            continue
-        counted = row["counted"]
-        ratios = errors({"estimated": estimated, "counted": counted}) if estimated else []
-        found += ratios
+        need, counted = sum(estimated) if estimated else None, sum(row["counted"])
         lines.append(
             [
-                experiment.key,
-                gib(need),
-                gib(sum(counted)),
-                percent(None if need is None else need / sum(counted) - 1, sign=True),
-                gib(row["counted_total"]),
-                gib(row["allocated"]),
-                gib(row["reserved"]),
+                *(experiment.key, gib(need), gib(counted)),
+                signed(None if need is None else need / counted - 1),
+                *(gib(row[name]) for name in ("counted_total", "allocated", "reserved")),
                 _published_total(record, experiment),
             ]
         )
-        if len(counted) == 1:
-            continue  # the line above says it all
-        by_partition.append(
-            [
-                experiment.key,
-                _list(estimated or ()) or "-",
-                _list(counted),
-                " ".join(percent(ratio, sign=True) for ratio in ratios) or "-",
-            ]
-        )
-    if len(lines) == 1:
-        return "nothing measured"
-    sections = [table([*header, "allocator", "allocator", "torchgpipe"], lines, left=[0])]
-    if by_partition:
-        header = ["", "estimated live GiB", "counted live GiB", "estimate is off by"]
-        sections.append(table(header, by_partition, left=[0, 1, 2, 3]))
-    if found:
-        sections.insert(
-            0,
-            f"{len(found)} partitions counted at full size on {_devices(record)}: "
-            f"estimates off by {percent(sum(map(abs, found)) / len(found))}\n"
-            f"(mean absolute), at most {percent(max(found), sign=True)} over and "
-            f"{percent(min(found), sign=True)} under",
-        )
-    return "\n\n".join(sections)
+    return table([*header, "allocator", "allocator", "torchgpipe"], lines, left=[0])
+
+
+def _measured_by_partition(record: Record, measured: Sequence[Experiment]) -> str:
+    described: list[Column[Experiment]] = [
+        ("", lambda e: e.key),
+        ("estimated live GiB", lambda e: _list(on_one_device(record, e.key) or ()) or "-"),
+        ("counted live GiB", lambda e: _list(record["measured"][e.key]["counted"])),
+        (
+            "estimate is off by",
+            lambda e: " ".join(map(signed, _errors_of_measured(record, e))) or "-",
+        ),
+    ]
+    return columns(measured, described, left=[0, 1, 2, 3])
 
 
 def _published_total(record: Record, experiment: Experiment) -> str:
@@ -340,26 +305,18 @@ def _published_total(record: Record, experiment: Experiment) -> str:
     return f"{experiment.published_activations + model:.2f}"
 
 
-def _devices(record: Record) -> str:
-    names = [row["provenance"]["device"] for row in record["measured"].values()]
-    return " and ".join(dict.fromkeys(names))
-
-
-def _environment(record: Record) -> str:
-    about = record["provenance"]
-    rates = about["rates"]
-    lines = [
-        *describe(about),
-        f"times for a {rates['name']}: {rates['flops'] / 1e12:g} float32 TFLOP/s, "
-        f"{rates['bandwidth'] / 1e9:g} GB/s ({rates['source']}); "
-        f"{rates['memory_limit'] / 1e9:g} GB for a partition of the fastest balance",
-    ]
-    return "\n".join([*lines, *_measured_with(record)])
-
-
-def _measured_with(record: Record) -> list[str]:
-    """Write the machines that anything was measured on, each once."""
-    found: dict[str, list[str]] = {}
+def _environment(record: Record) -> list[str]:
+    lines = []
+    if about := record["provenance"]:
+        rates = about["rates"]
+        lines = [
+            *describe(about),
+            f"times for a {rates['name']}: {rates['flops'] / 1e12:g} float32 TFLOP/s, "
+            f"{rates['bandwidth'] / 1e9:g} GB/s ({rates['source']}); "
+            f"{rates['memory_limit'] / 1e9:g} GB for a partition of the fastest balance",
+        ]
+    # The machines that anything was measured on, each once.
+    machines: dict[str, list[str]] = {}
     for key, row in record["measured"].items():
         about = row["provenance"]
         device = about["device"]
@@ -368,8 +325,11 @@ def _measured_with(record: Record) -> list[str]:
                 f", {gib(about['device_bytes'])} GiB, CUDA {about['cuda']}, cuDNN {about['cudnn']}"
             )
         machine, packages, _ = describe(about)
-        found.setdefault(f"{device}\n  {machine}\n  {packages}", []).append(key)
-    return [f"measured on {text}\n  {', '.join(keys)}" for text, keys in found.items()]
+        machines.setdefault(f"{device}\n  {machine}\n  {packages}", []).append(key)
+    return [
+        *lines,
+        *(f"measured on {text}\n  {', '.join(keys)}" for text, keys in machines.items()),
+    ]
 
 
 def _live(row: dict[str, Any], name: str) -> str:

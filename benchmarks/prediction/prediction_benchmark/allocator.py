@@ -10,16 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.pipeline import GPipe, measure_memory
-from gpipebal.planner import evaluate
+from gpipebal.profile import Profile
+from prediction_benchmark.measure import predict
 from prediction_benchmark.models import Model
 from prediction_benchmark.settings import CHUNKS, SETTINGS, Setting
 from prediction_benchmark.steps import run_step
-
-__all__ = ["measure_allocator"]
 
 
 def measure_allocator(model: Model) -> list[dict[str, Any]]:
@@ -34,48 +33,44 @@ def measure_allocator(model: Model) -> list[dict[str, Any]]:
     device = torch.device("cuda", 0)
     layers = model.make().to(device)
     inputs, target = (tensor.to(device) for tensor in model.make_batch())
+    profiles = {chunks: _profile(model, layers, (inputs, target), chunks) for chunks in CHUNKS}
     found = []
-    for chunks in CHUNKS:
-        profile = gb.profile_model(
-            layers,
-            inputs,
-            device=device,
-            chunks=chunks,
-            rows=(),
-            loss_fn=model.loss_fn,
-            target=target,
-            optimizer=model.optimizer,
-            timeout=0.0,
-            progress=False,
+    for setting in SETTINGS:
+        plan = predict(profiles[setting.chunks], [len(layers)], setting)
+        found.append(
+            {
+                "model": model.name,
+                "way": setting.way,
+                "chunks": setting.chunks,
+                "checkpoint": setting.checkpoint,
+                "keeps_output": True,
+                "predicted": plan.partitions[0].memory.total,
+                **_peaks(model, layers, inputs, target, setting),
+            }
         )
-        for setting in SETTINGS:
-            if setting.chunks != chunks:
-                continue
-            plan = evaluate(
-                profile,
-                [profile.n_layers],
-                chunks=chunks,
-                checkpoint=setting.checkpoint,
-                schedule=setting.schedule,
-                loss_inside=setting.loss_inside,
-                shared_memory=True,
-            )
-            found.append(
-                {
-                    "model": model.name,
-                    "way": setting.way,
-                    "chunks": chunks,
-                    "checkpoint": setting.checkpoint,
-                    "keeps_output": True,
-                    "predicted": plan.partitions[0].memory.total,
-                    **_peaks(model, layers, inputs, target, setting),
-                }
-            )
     return found
 
 
+def _profile(
+    model: Model, layers: nn.Sequential, batch: tuple[Tensor, Tensor], chunks: int
+) -> Profile:
+    inputs, target = batch
+    return gb.profile_model(
+        layers,
+        inputs,
+        device=inputs.device,
+        chunks=chunks,
+        rows=(),
+        loss_fn=model.loss_fn,
+        target=target,
+        optimizer=model.optimizer,
+        timeout=0.0,
+        progress=False,
+    )
+
+
 def _peaks(
-    model: Model, layers: torch.nn.Sequential, inputs: Tensor, target: Tensor, setting: Setting
+    model: Model, layers: nn.Sequential, inputs: Tensor, target: Tensor, setting: Setting
 ) -> dict[str, int]:
     device = inputs.device
     pipe = GPipe(

@@ -7,19 +7,27 @@ compared with the allocator's, of the whole model as one partition.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from benchmark_tools.bars import Bar
-from benchmark_tools.text import block, percent, percent_or_unknown, table
+from benchmark_tools.bars import Bar, bars_table
+from benchmark_tools.machine import software
+from benchmark_tools.text import (
+    Column,
+    block,
+    columns,
+    other_load,
+    percent,
+    section,
+    signed,
+)
 
 from gpipebal.units import count
 from prediction_benchmark import figures
 from prediction_benchmark.figures import Row
 from prediction_benchmark.models import MODELS
-
-__all__ = ["blocks", "by_allocator"]
+from prediction_benchmark.tables import number, of_models, show_bar, times_in_ms
 
 #: Figures of the times, as `figures.bars` names them, that one round can tell.
 _TIMES = (
@@ -36,123 +44,121 @@ _CALL = "loss(pipe(x))"
 
 def blocks(record: dict[str, Any]) -> dict[str, str]:
     """Return what the record says as blocks of a README, by their marks."""
-    rows = record["allocator"]["rows"]
+    bars = [*_bars_of_times(record), *_bars_of_allocator(record["allocator"]["rows"])]
     parts = [
-        block(_bars(record)),
-        "### Step time by model, with CUDA",
-        block(_times_by_model(record)),
-        "### Peak memory of the allocator",
-        f"{block(by_allocator(rows))}\n\n{_about_outputs(rows)}".rstrip(),
+        block(bars_table(bars, show_bar)),
+        section("Step time by model, with CUDA", _times_by_model(record)),
+        section("Peak memory of the allocator", _by_allocator(record["allocator"]["rows"])),
     ]
     return {"cuda": "\n\n".join(parts), "cuda-environment": block(_environment(record))}
 
 
-def by_allocator(rows: Sequence[Row]) -> str:
+def _by_allocator(rows: Sequence[Row]) -> str:
     """Write predicted and counted over allocated peaks, by model and by who computes the loss."""
-    lines = []
-    for call in (False, True):
-        for name in dict.fromkeys(row["model"] for row in rows):
-            of_model = [row for row in _of(rows, call=call) if row["model"] == name]
-            if not of_model:
-                continue
-            found, counted = (_over_allocated(of_model, what) for what in ("predicted", "counted"))
-            allocated = [row["allocated"] / 2**20 for row in of_model]
-            over = max(row["predicted"] - row["allocated"] for row in of_model) / 2**20
-            lines.append(
-                [
-                    _CALL if call else "step",
-                    name,
-                    str(len(of_model)),
-                    f"{min(allocated):.0f}-{max(allocated):.0f}",
-                    percent(figures.mean_absolute(found)),
-                    percent(max(found), sign=True),
-                    percent(min(found), sign=True),
-                    f"{round(over, 1) + 0.0:.1f}",  # no sign for what rounds to nothing
-                    f"{percent(min(counted), sign=True)} to {percent(max(counted), sign=True)}",
-                ]
-            )
-    header = ["step", "model", "settings", "MiB", "mean abs", "most over", "most under"]
-    return table([*header, "most over, MiB", "counted"], lines, left=(0, 1))
+
+    def allocated(rows: list[Row]) -> list[float]:
+        return [row["allocated"] / 2**20 for row in rows]
+
+    def most_over(rows: list[Row]) -> str:
+        over = max(row["predicted"] - row["allocated"] for row in rows) / 2**20
+        return f"{round(over, 1) + 0.0:.1f}"  # no sign for what rounds to nothing
+
+    def predicted(rows: list[Row]) -> list[float]:
+        return _over_allocated(rows, "predicted")
+
+    def counted(rows: list[Row]) -> str:
+        found = _over_allocated(rows, "counted")
+        return f"{signed(min(found))} to {signed(max(found))}"
+
+    described: list[Column[list[Row]]] = [
+        ("step", lambda rows: _CALL if rows[0]["way"] == _CALL else "step"),
+        ("model", lambda rows: rows[0]["model"]),
+        ("settings", lambda rows: str(len(rows))),
+        ("MiB", lambda rows: f"{min(allocated(rows)):.0f}-{max(allocated(rows)):.0f}"),
+        ("mean abs", lambda rows: percent(figures.mean_absolute(predicted(rows)))),
+        ("most over", lambda rows: signed(max(predicted(rows)))),
+        ("most under", lambda rows: signed(min(predicted(rows)))),
+        ("most over, MiB", most_over),
+        ("counted", counted),
+    ]
+    names = dict.fromkeys(row["model"] for row in rows)
+    groups = [
+        [row for row in rows if row["model"] == name and (row["way"] == _CALL) == call]
+        for call in (False, True)
+        for name in names
+    ]
+    return columns(filter(None, groups), described, left=(0, 1))
 
 
-def _bars(record: dict[str, Any]) -> str:
-    """Write the figures that have a bar, and beside them those of one micro-batch and of `step`."""
-    times = {bar.name: bar for bar in figures.bars(record)}
+def _bars_of_times(record: dict[str, Any]) -> Iterator[Bar]:
+    """Yield the figures that have a bar, and beside them those of one micro-batch."""
     alone = [row for row in record["rows"] if row["chunks"] == 1]
-    found = figures.errors(alone)
-    worst = max(range(len(alone)), key=lambda k: abs(found[k]))
-    everywhere = f"over {len(alone)} plans"
-    peaks = record["allocator"]["rows"]
-    bars = []
+    mean = figures.mean_absolute(figures.errors(alone))
+    beside = {
+        "step time, mean absolute error": [
+            Bar("  mean, one micro-batch", None, mean, True, f"over {len(alone)} plans")
+        ],
+        "step time, farthest off": [
+            _farthest("  farthest, one micro-batch", alone, _off_by),
+            _farthest("  steps of one plan, farthest apart", record["rows"], _apart),
+        ],
+    }
+    times = {bar.name: bar for bar in figures.bars(record)}
     for name in _TIMES:
-        bars.append(times[name])
-        if name == "step time, mean absolute error":
-            bars.append(
-                Bar("  mean, one micro-batch", None, figures.mean_absolute(found), True, everywhere)
-            )
-        elif name == "step time, farthest off":
-            where = figures.describe(alone[worst])
-            bars.append(Bar("  farthest, one micro-batch", None, abs(found[worst]), True, where))
-            far = max(record["rows"], key=_apart)
-            where = figures.describe(far)
-            bars.append(Bar("  steps of one plan, farthest apart", None, _apart(far), True, where))
-    for of_step, rows in ((False, peaks), (True, _of(peaks, call=False))):
-        errors = _over_allocated(rows, "predicted")
-        under = rows[min(range(len(rows)), key=errors.__getitem__)]
+        yield times[name]
+        yield from beside.get(name, ())
+
+
+def _farthest(name: str, rows: Sequence[Row], figure: Any) -> Bar:
+    row = max(rows, key=figure)
+    return Bar(name, None, figure(row), True, figures.describe(row))
+
+
+def _bars_of_allocator(rows: Sequence[Row]) -> Iterator[Bar]:
+    """Yield how far predictions are from the allocator's peaks, and those of `step` by itself."""
+    of_step = [row for row in rows if row["way"] != _CALL]
+    for some, names, limits in (
+        (
+            rows,
+            ("allocator's peak, mean absolute error", "allocator's peak, farthest under"),
+            (0.02, -0.01),
+        ),
+        (of_step, ("  mean, step", "  farthest under, step"), (None, None)),
+    ):
+        errors = _over_allocated(some, "predicted")
+        least, under = min(zip(errors, some, strict=True), key=lambda pair: pair[0])
         where = f"{under['model']}, {under['way']}, chunks={under['chunks']}, {under['checkpoint']}"
-        over = f"over {len(rows)} settings"
-        limits = (None, None) if of_step else (0.02, -0.01)
-        names = ("  mean, step", "  farthest under, step")
-        if not of_step:
-            names = ("allocator's peak, mean absolute error", "allocator's peak, farthest under")
-        bars += [
-            Bar(names[0], limits[0], figures.mean_absolute(errors), True, over),
-            Bar(names[1], limits[1], min(errors), False, where),
-        ]
-    words = {True: "reached", False: "NOT REACHED", None: ""}
-    lines = []
-    for bar in bars:
-        is_rank = "rank" in bar.name
-        limit, value = (_write(number, is_rank) for number in (bar.limit, bar.value))
-        sign = "<=" if bar.at_most else ">="
-        limit = "" if bar.limit is None else f"{sign} {limit}"
-        lines.append([bar.name, limit, value, words[bar.reached], bar.where])
-    return table(["figure", "bar", "value", "", "where"], lines, left=(0, 3, 4))
+        mean = figures.mean_absolute(errors)
+        yield Bar(names[0], limits[0], mean, True, f"over {len(some)} settings")
+        yield Bar(names[1], limits[1], least, False, where)
 
 
 def _times_by_model(record: dict[str, Any]) -> str:
-    lines = []
-    for name in record["models"]:
-        rows = [row for row in record["rows"] if row["model"] == name]
-        times = [1e3 * row["seconds"]["median"] for row in rows]
-        line = [name, str(len(rows)), f"{min(times):.0f}-{max(times):.0f}"]
-        for several in (False, True):
-            some = [row for row in rows if (row["chunks"] > 1) == several]
-            found = figures.errors(some)
-            line += [
-                percent(fmean(found), sign=True),
-                percent(figures.mean_absolute(found)),
-                percent(max(found, key=abs), sign=True),
-                percent(median(map(_apart, some))),
-            ]
-        rank = figures.rank(rows)
-        before = percent(figures.mean_absolute(figures.errors(rows, "start")))
-        lines.append([*line, _write(rank, True), percent(figures.regret(rows)), before])
-    header = ["model", "plans", "ms", "1: off by", "mean abs", "worst", "apart"]
-    header += ["4, 8: off by", "mean abs", "worst", "apart", "rank", "regret", "before"]
-    return table(header, lines, left=(0,))
+    def of_some(several: bool) -> list[Column[list[Row]]]:
+        def some(rows: list[Row]) -> list[Row]:
+            return [row for row in rows if (row["chunks"] > 1) == several]
 
+        def errors(rows: list[Row]) -> list[float]:
+            return figures.errors(some(rows))
 
-def _about_outputs(rows: Sequence[Row]) -> str:
-    """Say in which settings the caller did not keep the output, as a prediction counts it."""
-    calls = _of(rows, call=True)
-    dropped = [row for row in calls if not row["keeps_output"]]
-    if not dropped:
-        return ""
-    return (
-        f"In {len(dropped)} of {len(calls)} settings of `{_CALL}` the caller dropped the output "
-        "before the backward (`keeps_output` is false). The\nprediction counts it as kept."
-    )
+        return [
+            ("4, 8: off by" if several else "1: off by", lambda rows: signed(fmean(errors(rows)))),
+            ("mean abs", lambda rows: percent(figures.mean_absolute(errors(rows)))),
+            ("worst", lambda rows: signed(max(errors(rows), key=abs))),
+            ("apart", lambda rows: percent(median(map(_apart, some(rows))))),
+        ]
+
+    described: list[Column[list[Row]]] = [
+        ("model", lambda rows: rows[0]["model"]),
+        ("plans", lambda rows: str(len(rows))),
+        ("ms", times_in_ms),
+        *of_some(False),
+        *of_some(True),
+        ("rank", lambda rows: number(figures.rank(rows))),
+        ("regret", lambda rows: percent(figures.regret(rows))),
+        ("before", lambda rows: percent(figures.mean_absolute(figures.errors(rows, "start")))),
+    ]
+    return columns(of_models(record), described, left=(0,))
 
 
 def _environment(record: dict[str, Any]) -> str:
@@ -161,7 +167,7 @@ def _environment(record: dict[str, Any]) -> str:
     lines = [
         f"{about['device_name']}, CUDA {about['cuda']}, {about['cores']} cores, {about['system']}, "
         f"{about['date']}",
-        f"Python {about['python']}, torch {about['torch']}, gpipebal {about['gpipebal']}",
+        software(about)[0],
     ]
     if shares := about.get("shares"):
         alone, beside = (shares["product"][key] for key in ("one share", "all shares"))
@@ -178,26 +184,20 @@ def _environment(record: dict[str, Any]) -> str:
         f"{count(about['runs'], 'run')}; without {', '.join(missing) or 'none of the models'}",
         f"allocator: {asked['device_name']}, torch {asked['torch']}, {asked['date']}, "
         f"{count(asked['runs'], 'run')}",
-        "other programs' share of the cores meanwhile: " + percent_or_unknown(about["other_load"]),
+        other_load(about["other_load"]),
     ]
     return "\n".join(lines)
-
-
-def _of(rows: Sequence[Row], *, call: bool) -> list[Row]:
-    return [row for row in rows if (row["way"] == _CALL) == call]
 
 
 def _over_allocated(rows: Sequence[Row], what: str) -> list[float]:
     return [row[what] / row["allocated"] - 1 for row in rows]
 
 
+def _off_by(row: Row) -> float:
+    return abs(figures.errors([row])[0])
+
+
 def _apart(row: Row) -> float:
     """Return the slowest over the fastest of the steps of a plan's turns, less one."""
     times = [seconds for turn in row["turns"] for seconds in turn]
     return float(max(times) / min(times) - 1)
-
-
-def _write(value: float | None, is_rank: bool) -> str:
-    if not is_rank:
-        return percent(value)
-    return "-" if value is None else f"{value:.3f}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
+from operator import itemgetter
 from statistics import fmean, median
 from typing import Any
 
@@ -13,28 +14,6 @@ from scipy.stats import spearmanr
 from prediction_benchmark import floor
 from prediction_benchmark.parts import PARTS
 
-__all__ = [
-    "FORMAT",
-    "VERSION",
-    "bars",
-    "best_predicted",
-    "cell_ratios",
-    "disagreement",
-    "drift",
-    "errors",
-    "mean_absolute",
-    "mean_parts",
-    "median_parts",
-    "memory_errors",
-    "rank",
-    "ranks_within",
-    "regret",
-    "regrets_within",
-    "share_under",
-    "spread",
-    "within",
-]
-
 FORMAT = "gpipebal-benchmark-prediction"
 VERSION = 1
 
@@ -42,115 +21,99 @@ Row = dict[str, Any]
 
 
 def bars(record: dict[str, Any]) -> list[Bar]:
-    """Compute the figures that have a bar."""
+    """Compute the figures that have a bar, and those that stand beside them."""
     rows: list[Row] = record["rows"]
-    names = list(record["models"])
-    by_model = {name: [row for row in rows if row["model"] == name] for name in names}
-    times = errors(rows)
-    worst = max(range(len(rows)), key=lambda k: abs(times[k]))
-    memory = [(error, row) for row in rows for error in memory_errors([row])]
-    over, where_over = max(memory, key=lambda pair: pair[0])
-    under, where_under = min(memory, key=lambda pair: pair[0])
-    ranks = {name: rank(of_model) for name, of_model in by_model.items()}
-    known = {name: value for name, value in ranks.items() if value is not None}
-    lowest = min(known, key=lambda name: known[name], default="")
-    regrets = {name: regret(of_model) for name, of_model in by_model.items()}
-    most = max(regrets, key=lambda name: regrets[name])
-    planned = [pair for of_model in by_model.values() for pair in regrets_within(of_model)]
-    planned_most, where_planned = max(planned, key=lambda pair: pair[0], default=(None, None))
-    unavoidable = floor.all_unavoidable(rows)
-    best_ranks = _known({name: floor.best_rank(of_model) for name, of_model in by_model.items()})
-    by_half = _known(
-        {name: floor.regret_between_halves(of_model) for name, of_model in by_model.items()}
-    )
-    in_halves = _known(
-        {
-            name: floor.regret_in_halves(best_predicted(of_model), of_model)
-            for name, of_model in by_model.items()
-        }
-    )
+    by_model = {name: [row for row in rows if row["model"] == name] for name in record["models"]}
+    repeats = record.get("repeats")
+    return [
+        *_bars_of_times(rows),
+        *_bars_of_memory(rows),
+        *_bars_of_choices(by_model),
+        *(_bars_of_repeats(repeats["models"]) if repeats else ()),
+    ]
+
+
+def _bars_of_times(rows: list[Row]) -> list[Bar]:
     everywhere = f"over {len(rows)} plans"
+    times = errors(rows)
+    farthest, worst = max(zip(map(abs, times), rows, strict=True), key=itemgetter(0))
+    most_unavoidable = max(floor.all_unavoidable(rows), default=None)
+    before, at_q1 = errors(rows, "start"), errors(rows, of="q1")
     return [
         Bar("step time, mean absolute error", 0.05, mean_absolute(times), True, everywhere),
-        _floor("mean of a perfect prediction", floor.mean_unavoidable(rows), everywhere),
-        Bar("step time, farthest off", 0.12, abs(times[worst]), True, describe(rows[worst])),
-        _floor("farthest of a perfect prediction", max(unavoidable, default=None), everywhere),
-        Bar(
-            "  mean, by a profile of some minutes before",
-            None,
-            mean_absolute(errors(rows, "start")),
-            True,
-            everywhere,
-        ),
-        Bar(
-            "  mean, of steps at the first quartile",
-            None,
-            mean_absolute(errors(rows, of="q1")),
-            True,
-            everywhere,
-        ),
-        Bar(
-            "peak memory, mean absolute error",
-            0.02,
-            mean_absolute(memory_errors(rows)),
-            True,
-            f"over {len(memory)} partitions",
-        ),
+        _beside("mean of a perfect prediction", floor.mean_unavoidable(rows), everywhere),
+        Bar("step time, farthest off", 0.12, farthest, True, describe(worst)),
+        _beside("farthest of a perfect prediction", most_unavoidable, everywhere),
+        _beside("mean, by a profile of some minutes before", mean_absolute(before), everywhere),
+        _beside("mean, of steps at the first quartile", mean_absolute(at_q1), everywhere),
+    ]
+
+
+def _bars_of_memory(rows: list[Row]) -> list[Bar]:
+    found = [(error, row) for row in rows for error in memory_errors([row])]
+    mean = mean_absolute([error for error, _ in found])
+    under, where_under = min(found, key=itemgetter(0))
+    over, where_over = max(found, key=itemgetter(0))
+    everywhere = f"over {len(found)} partitions"
+    return [
+        Bar("peak memory, mean absolute error", 0.02, mean, True, everywhere),
         Bar("peak memory, farthest under", -0.01, under, False, describe(where_under)),
-        Bar("  peak memory, farthest over", None, over, True, describe(where_over)),
-        Bar("rank correlation, lowest of a model", 0.97, known.get(lowest), False, lowest),
-        _floor("rank of a perfect prediction", *min(best_ranks, default=(None, ""))),
-        Bar("chosen plan over best measured, worst model", 0.03, regrets[most], True, most),
-        _floor("plan chosen by half of the steps", *max(by_half, default=(None, ""))),
-        _floor(
-            "chosen plan over best of a half, in the other", *max(in_halves, default=(None, ""))
-        ),
-        Bar(
-            "  planner's balance over best measured, mean",
-            None,
-            fmean(value for value, _ in planned) if planned else None,
-            True,
-            f"over {len(planned)} settings with chunks > 1",
-        ),
-        Bar(
-            "  planner's balance over best measured, worst",
-            None,
-            planned_most,
-            True,
-            "" if where_planned is None else describe(where_planned),
-        ),
-        *_repeats(record.get("repeats")),
+        _beside("peak memory, farthest over", over, describe(where_over)),
     ]
 
 
-def _repeats(repeats: dict[str, Any] | None) -> list[Bar]:
+def _bars_of_choices(by_model: dict[str, list[Row]]) -> list[Bar]:
+    """Compute how well plans are told from each other: their ranks, and the choices made."""
+
+    def of_models(figure: Callable[[list[Row]], float | None]) -> list[tuple[float, str]]:
+        found = ((figure(rows), name) for name, rows in by_model.items())
+        return [(value, name) for value, name in found if value is not None]
+
+    def in_halves(rows: list[Row]) -> float | None:
+        return floor.regret_in_halves(best_predicted(rows), rows)
+
+    unknown = None, ""
+    lowest, where_lowest = min(of_models(rank), default=unknown)
+    most, where_most = max(of_models(regret))
+    by_half = max(of_models(floor.regret_between_halves), default=unknown)
+    planned = [pair for rows in by_model.values() for pair in regrets_within(rows)]
+    mean = fmean(value for value, _ in planned) if planned else None
+    worst, row = max(planned, key=itemgetter(0), default=(None, None))
+    everywhere = f"over {len(planned)} settings with chunks > 1"
+    planners = "planner's balance over best measured"
+    return [
+        Bar("rank correlation, lowest of a model", 0.97, lowest, False, where_lowest),
+        _beside("rank of a perfect prediction", *min(of_models(floor.best_rank), default=unknown)),
+        Bar("chosen plan over best measured, worst model", 0.03, most, True, where_most),
+        _beside("plan chosen by half of the steps", *by_half),
+        _beside(
+            "chosen plan over best of a half, in the other",
+            *max(of_models(in_halves), default=unknown),
+        ),
+        _beside(f"{planners}, mean", mean, everywhere),
+        _beside(f"{planners}, worst", worst, "" if row is None else describe(row)),
+    ]
+
+
+def _bars_of_repeats(models: dict[str, Any]) -> list[Bar]:
     """Compute how well profiles of one model agree, and work that is always the same."""
-    if not repeats:
-        return []
-    found = [
+    value, where = max(
         (floor.far_from_median(floor.partition_times(times)), f"{name}, partition {j}")
-        for name, about in repeats["models"].items()
+        for name, about in models.items()
         for j, times in enumerate(about["partitions"])
-    ]
-    value, where = max(found)
+    )
     bars = [Bar("repeated profiles, farthest from their median", 0.03, value, True, where)]
-    for kind in next(iter(repeats["models"].values()))["work"]:
-        times = [
-            (floor.far_from_median(about["work"][kind]), name)
-            for name, about in repeats["models"].items()
-        ]
-        bars.append(_floor(f"{kind} in the same turns", *max(times)))
+    for kind in next(iter(models.values()))["work"]:
+        times = (
+            (floor.far_from_median(about["work"][kind]), name) for name, about in models.items()
+        )
+        bars.append(_beside(f"{kind} in the same turns", *max(times)))
     return bars
 
 
-def _floor(name: str, value: float | None, where: str) -> Bar:
-    """Return a line that says how well a prediction could do at all."""
+def _beside(name: str, value: float | None, where: str) -> Bar:
+    """Return a line without a bar: what to compare the figure above it with."""
     return Bar(f"  {name}", None, value, True, where)
-
-
-def _known(by_model: dict[str, float | None]) -> list[tuple[float, str]]:
-    """Return what is known, with the name of its model."""
-    return [(value, name) for name, value in by_model.items() if value is not None]
 
 
 def describe(row: Row) -> str:

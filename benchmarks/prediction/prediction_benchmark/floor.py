@@ -15,24 +15,12 @@ from typing import Any
 
 from scipy.stats import spearmanr
 
-__all__ = [
-    "all_unavoidable",
-    "best_rank",
-    "far_from_median",
-    "halves",
-    "mean_unavoidable",
-    "partition_times",
-    "regret_between_halves",
-    "regret_in_halves",
-    "unavoidable",
-]
-
 Row = dict[str, Any]
 
 
 def halves(row: Row) -> tuple[float, float] | None:
     """Return the median step time in the even turns, and in the odd ones; None: there is one."""
-    turns = row.get("turns", ())  # results of before have none
+    turns = row["turns"]
     if len(turns) < 2:
         return None
     even, odd = ([time for turn in turns[k::2] for time in turn] for k in (0, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
@@ -21,16 +22,6 @@ from prediction_benchmark.models import Model
 from prediction_benchmark.parts import PARTS, cell_times, explain, predicted_timeline
 from prediction_benchmark.settings import CHUNKS, SETTINGS, Setting, choose_balances
 from prediction_benchmark.steps import Steps, devices, on_first_device
-
-__all__ = [
-    "MIDDLE",
-    "Subject",
-    "about",
-    "measure_memory_of",
-    "measure_model",
-    "predict",
-    "take_profiles",
-]
 
 #: The number of micro-batches whose first profile has the other sizes too.
 MIDDLE = 4
@@ -207,7 +198,7 @@ def _record(subject: Subject, trial: _Trial) -> dict[str, Any]:
         "turns": [[_rounded(time) for time in turn] for turn in trial.turns],
         "parts": {name: _rounded(fmean(part[name] for part in parts)) for name in PARTS},
         "traced": _rounded(fmean(seconds for _, seconds, _ in trial.traced)),
-        "cells": _cells(subject, trial),
+        "cells": _cells(subject, trial, again),
         "memory": _memory(plan, trial.peaks),
     }
 
@@ -244,21 +235,25 @@ def _memory(plan: Plan, counted: Sequence[int]) -> dict[str, list[int]]:
     return {"predicted": predicted, "counted": list(counted)}
 
 
-def _cells(subject: Subject, trial: _Trial) -> dict[str, list[list[float] | None]]:
-    """Return predicted and measured seconds of a cell of each kind, by partition."""
+def _cells(
+    subject: Subject, trial: _Trial, plans: Sequence[Plan]
+) -> dict[str, list[list[float] | None]]:
+    """Return predicted and measured seconds of a cell of each kind, by partition.
+
+    Args:
+        subject: The model.
+        trial: A plan of it.
+        plans: What was predicted of the plan in each round.
+    """
     setting = trial.setting
     order = make_schedule(setting.schedule, len(trial.balance), setting.chunks, setting.checkpoint)
-    predicted: dict[tuple[str, int], list[float]] = {}
-    measured: dict[tuple[str, int], list[float]] = {}
+    predicted: dict[tuple[str, int], list[float]] = defaultdict(list)
+    measured: dict[tuple[str, int], list[float]] = defaultdict(list)
     for number, _, timeline in trial.traced:
-        profile = subject.rounds[number][setting.chunks]
-        plan = predict(profile, trial.balance, setting)
-        for found_in, one in (
-            (predicted, predicted_timeline(profile, plan)),
-            (measured, timeline),
-        ):
+        placed = predicted_timeline(subject.rounds[number][setting.chunks], plans[number])
+        for found_in, one in ((predicted, placed), (measured, timeline)):
             for key, times in cell_times(one, order).items():
-                found_in.setdefault(key, []).extend(times)
+                found_in[key] += times
     found: dict[str, list[list[float] | None]] = {}
     for name in ("forward", "no_grad_forward", "recompute", "backward"):
         pairs = [

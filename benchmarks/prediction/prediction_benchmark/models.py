@@ -8,23 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from benchmark_tools.layers import Block
+from benchmark_tools.layers import Block, by_token
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from gpipebal.models import resnet
-from gpipebal.skip import Namespace
-from prediction_benchmark.layers import (
-    TakeOutput,
-    TakeState,
-    convolution,
-    down,
-    residual,
-    up,
-)
-
-__all__ = ["MODELS", "ROWS_ON_CUDA", "Model", "larger", "tiny"]
-
+from gpipebal.skip import Namespace, pop, skippable, stash
 
 #: A CUDA device gets so many times the rows, or it would wait for the host all the time.
 ROWS_ON_CUDA = 64
@@ -77,6 +65,82 @@ def larger(model: Model, times: int = ROWS_ON_CUDA) -> Model:
     )
 
 
+@skippable(stash=["kept"])
+class Keep(nn.Module):
+    """Hand on the input, and keep it for the layer that pops it."""
+
+    def forward(self, x: Tensor) -> Any:
+        """Return the input."""
+        yield stash("kept", x)
+        return x
+
+
+@skippable(pop=["kept"])
+class Add(nn.Module):
+    """Add what was kept."""
+
+    def forward(self, x: Tensor) -> Any:
+        """Return the sum."""
+        kept = yield pop("kept")
+        return x + kept
+
+
+@skippable(pop=["kept"])
+class Beside(nn.Module):
+    """Put what was kept beside the input, as more channels."""
+
+    def forward(self, x: Tensor) -> Any:
+        """Return both."""
+        kept = yield pop("kept")
+        return torch.cat([x, kept], dim=1)
+
+
+class TakeOutput(nn.Module):
+    """Go on with the outputs of a recurrent layer, and drop its last state."""
+
+    def forward(self, pair: tuple[Tensor, Any]) -> Tensor:
+        """Return the outputs of all moments."""
+        return pair[0]
+
+
+class TakeState(nn.Module):
+    """Go on with the last state of a recurrent layer, and drop its outputs."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the state of the topmost layer."""
+        return pair[1][-1]
+
+
+def _convolution(before: int, after: int, stride: int = 1) -> list[nn.Module]:
+    """Make a convolution, its normalisation, and a ReLU that works in place."""
+    return [
+        nn.Conv2d(before, after, 3, stride=stride, padding=1, bias=False),
+        nn.BatchNorm2d(after),
+        nn.ReLU(inplace=True),
+    ]
+
+
+def _residual_block(channels: int) -> list[nn.Module]:
+    """Make two convolutions with a skip connection past them."""
+    ns = Namespace()
+    first, second = _convolution(channels, channels), _convolution(channels, channels)
+    return [Keep().isolate(ns), *first, *second[:2], Add().isolate(ns), nn.ReLU()]
+
+
+def _down(before: int, after: int, ns: Namespace) -> list[nn.Module]:
+    """Make a level of a U-Net's way down: its end is kept in the namespace, and halved."""
+    return [*_convolution(before, after), Keep().isolate(ns), nn.MaxPool2d(2)]
+
+
+def _up(before: int, kept: int, after: int, ns: Namespace) -> list[nn.Module]:
+    """Make a level of a U-Net's way up: doubled, and what the namespace keeps beside it."""
+    return [
+        nn.Upsample(scale_factor=2),
+        Beside().isolate(ns),
+        *_convolution(before + kept, after),
+    ]
+
+
 def _mlp(is_tiny: bool) -> list[nn.Module]:
     pairs, width = (4, 8) if is_tiny else (8, 512)
     return [layer for _ in range(pairs) for layer in (nn.Linear(width, width), nn.ReLU())]
@@ -104,26 +168,26 @@ def _to_uneven(rows: int, is_tiny: bool) -> tuple[Tensor, Tensor]:
 
 def _convolutions(is_tiny: bool) -> list[nn.Module]:
     width, widths = (4, (1, 2)) if is_tiny else (24, (1, 1, 2, 2, 4, 4))
-    layers = convolution(3, width)
+    layers = _convolution(3, width)
     for before, after in pairwise(widths):
-        layers += convolution(before * width, after * width, stride=1 + (after > before))
+        layers += _convolution(before * width, after * width, stride=1 + (after > before))
     return [*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1] * width, 10)]
 
 
 def _residual(is_tiny: bool) -> list[nn.Module]:
     width = 4 if is_tiny else 24
-    layers = [*convolution(3, width), *residual(width), *residual(width)]
-    layers += [*convolution(width, 2 * width, stride=2), *residual(2 * width)]
+    layers = [*_convolution(3, width), *_residual_block(width), *_residual_block(width)]
+    layers += [*_convolution(width, 2 * width, stride=2), *_residual_block(2 * width)]
     return [*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, 10)]
 
 
 def _u_net(is_tiny: bool) -> list[nn.Module]:
     width = 4 if is_tiny else 16
     outer, inner = Namespace(), Namespace()
-    layers = [*down(3, width, outer), *down(width, 2 * width, inner)]
-    layers += convolution(2 * width, 4 * width)
-    layers += up(4 * width, 2 * width, 2 * width, inner)
-    layers += up(2 * width, width, width, outer)
+    layers = [*_down(3, width, outer), *_down(width, 2 * width, inner)]
+    layers += _convolution(2 * width, 4 * width)
+    layers += _up(4 * width, 2 * width, 2 * width, inner)
+    layers += _up(2 * width, width, width, outer)
     return [*layers, nn.Conv2d(width, 1, 1)]
 
 
@@ -158,10 +222,6 @@ def _texts(rows: int, is_tiny: bool) -> tuple[Tensor, Tensor]:
     length, vocabulary = (4, 32) if is_tiny else (32, 4096)
     tokens = torch.randint(vocabulary, (rows, length + 1))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-def _by_token(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def _recurrent(is_tiny: bool) -> list[nn.Module]:
@@ -203,7 +263,7 @@ def _adam(parameters: Any) -> torch.optim.Optimizer:
 _IMAGES = (_images, nn.CrossEntropyLoss(), _momentum)
 
 #: The models. Their sizes let a step take about a tenth of a second, which is little for training
-#: on a CPU, and the whole run a quarter of an hour.
+#: on a CPU, and the whole run half an hour.
 MODELS = (
     Model(
         "mlp",
@@ -264,7 +324,7 @@ MODELS = (
         "6 blocks of width 96, vocabulary of 4096, 16 texts of 32 tokens, cross entropy, Adam",
         _transformer,
         _texts,
-        _by_token,
+        by_token,
         _adam,
         rows=16,
     ),

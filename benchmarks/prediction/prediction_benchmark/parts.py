@@ -26,8 +26,6 @@ from gpipebal.simulator import Durations, place
 from gpipebal.timeline import Timeline
 from prediction_benchmark.settings import Setting
 
-__all__ = ["PARTS", "cell_times", "explain", "predicted_timeline"]
-
 PARTS = ("cells", "pause", "gaps", "around")
 
 

@@ -25,8 +25,6 @@ from gpipebal.profile import Profile
 from prediction_benchmark.measure import MIDDLE, Subject, take_profiles
 from prediction_benchmark.settings import N_PARTITIONS
 
-__all__ = ["KINDS", "WORK", "measure_repeats", "seconds_of_work"]
-
 #: Times of a partition that are compared.
 KINDS = ("forward", "backward", "recompute")
 #: Seconds for which each piece of work is repeated in a turn.

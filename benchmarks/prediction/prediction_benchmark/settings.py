@@ -11,8 +11,6 @@ from gpipebal.planner import equal_split
 from gpipebal.profile import Profile
 from gpipebal.schedule import CheckpointMode
 
-__all__ = ["CHUNKS", "N_PARTITIONS", "QUICK_SETTINGS", "SETTINGS", "Setting", "choose_balances"]
-
 N_PARTITIONS = 2
 #: Numbers of micro-batches that are tried.
 CHUNKS = (1, 4, 8)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from benchmark_tools.machine import place
-from benchmark_tools.shares import about_shares, shares_of_device
+from benchmark_tools.shares import (
+    Place,
+    about_shares,
+    computing_on,
+    device_of,
+    shares_of_device,
+    wait_for,
+)
 from torch import Tensor, nn
 
 from gpipebal.pipeline import GPipe, measure_memory, trace
@@ -17,10 +24,8 @@ from gpipebal.timeline import Timeline
 from prediction_benchmark.models import Model
 from prediction_benchmark.settings import N_PARTITIONS, Setting
 
-__all__ = ["Steps", "about_devices", "devices", "on_first_device", "places", "run_step", "wait"]
 
-
-def places() -> list[torch.device | torch.cuda.Stream]:
+def places() -> list[Place]:
     """Return where each partition runs.
 
     On the CPU if there is no CUDA device; on a device of its own where there are enough; else on
@@ -36,13 +41,12 @@ def places() -> list[torch.device | torch.cuda.Stream]:
 
 def devices() -> list[torch.device]:
     """Return the device that each partition is on; several may share one."""
-    return [one.device if isinstance(one, torch.cuda.Stream) else one for one in places()]
+    return [device_of(one) for one in places()]
 
 
 def on_first_device() -> AbstractContextManager[Any]:
     """Let the caller compute where the first partition does."""
-    first = places()[0]
-    return torch.cuda.stream(first) if isinstance(first, torch.cuda.Stream) else nullcontext()
+    return computing_on(places()[0])
 
 
 def about_devices() -> dict[str, Any]:
@@ -61,8 +65,8 @@ def about_devices() -> dict[str, Any]:
 
 def wait() -> None:
     """Wait until all devices are done."""
-    for device in {device for device in devices() if device.type == "cuda"}:
-        torch.cuda.synchronize(device)
+    for device in set(devices()):
+        wait_for(device)
 
 
 def run_step(

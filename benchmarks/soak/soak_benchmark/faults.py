@@ -23,19 +23,6 @@ from torch import Tensor
 
 from gpipebal.pipeline import is_recomputing
 
-__all__ = [
-    "ERRORS",
-    "INTERRUPT",
-    "LOSS",
-    "OddError",
-    "Place",
-    "Record",
-    "current",
-    "interruptible",
-    "visit",
-    "wire",
-]
-
 #: The name of the loss where layers have theirs.
 LOSS = "loss"
 

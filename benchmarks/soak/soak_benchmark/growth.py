@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["BOUNDS", "Growth", "count_all", "find_growth"]
-
 #: By how much the median of the last quarter may be above that of the first. Nothing for what a
 #: step takes and gives back: tensors, threads, files. The heap grows a little while pipelines meet
 #: new kinds of micro-batches, which they remember: less than a hundred bytes per step. Resident
@@ -97,16 +95,8 @@ class _MallInfo(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_size_t)
         for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
         )
     )
 

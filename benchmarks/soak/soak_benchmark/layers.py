@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gpipebal.skip import pop, skippable, stash
 from soak_benchmark.faults import visit, wire
 
+# The layers themselves are met in chains only.
 __all__ = ["CHAINS", "WIDTH", "Norm", "make_chain"]
 
 #: Columns of a value, without the number.

@@ -16,8 +16,6 @@ from gpipebal.pipeline.randomness.randomness import OwnRandomness
 from gpipebal.pipeline.randomness.seeds import draw_seed
 from soak_benchmark.layers import CHAINS, WIDTH, Norm, make_chain
 
-__all__ = ["Slot", "make_slots"]
-
 #: Steps after which the pipelines of the younger slots are made anew.
 LIFETIME = 300
 

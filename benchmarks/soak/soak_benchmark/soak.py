@@ -14,11 +14,9 @@ from benchmark_tools.machine import provenance
 
 from soak_benchmark.faults import interruptible
 from soak_benchmark.growth import count_all, find_growth
-from soak_benchmark.slots import make_slots
+from soak_benchmark.slots import Slot, make_slots
 from soak_benchmark.specs import draw_spec
 from soak_benchmark.steps import SoakError, Tally, run_step
-
-__all__ = ["FORMAT", "VERSION", "soak"]
 
 FORMAT, VERSION = "gpipebal-soak", 1
 
@@ -64,11 +62,9 @@ def soak(
             slot.warm_up()
         with interruptible() if main else nullcontext():
             for number in range(first, first + steps):
-                begun = time.monotonic()
                 if hang_after is not None:
                     faulthandler.dump_traceback_later(hang_after, exit=True, file=sys.__stderr__)
-                _one(seed, number, slots, tally)
-                slowest = max(slowest, time.monotonic() - begun)
+                slowest = max(slowest, _seconds_of(seed, number, slots, tally))
                 done = number - first + 1
                 if done % every == 0:
                     for slot in slots:
@@ -83,28 +79,20 @@ def soak(
     return {
         "format": FORMAT,
         "version": VERSION,
-        "provenance": {
-            **provenance(),
-            "seed": seed,
-            "first": first,
-            "every": every,
-        },
+        "provenance": {**provenance(), "seed": seed, "first": first, "every": every},
         "steps": steps,
         "minutes": round((time.monotonic() - started) / 60, 2),
         "slowest_step_seconds": round(slowest, 3),
-        "ways": dict(tally.ways.most_common()),
-        "faults": [
-            {"kind": kind, "phase": phase, "times": times}
-            for (kind, phase), times in sorted(tally.faults.items())
-        ],
-        "checks": dict(tally.checks.most_common()),
+        **tally.record(),
         "growth": [growth._asdict() for growth in find_growth(samples)] if samples else [],
         "samples": len(samples),
         "curves": _thinned(samples),
     }
 
 
-def _one(seed: int, number: int, slots: list[Any], tally: Tally) -> None:
+def _seconds_of(seed: int, number: int, slots: list[Slot], tally: Tally) -> float:
+    """Run a step; return its seconds."""
+    begun = time.monotonic()
     for slot in slots:
         slot.begin(number)
     spec = draw_spec(seed, number, slots)
@@ -124,6 +112,7 @@ def _one(seed: int, number: int, slots: list[Any], tally: Tally) -> None:
             raise SoakError(text) from error
         error.add_note(text)
         raise
+    return time.monotonic() - begun
 
 
 def _thinned(samples: list[dict[str, float]]) -> dict[str, list[float]]:

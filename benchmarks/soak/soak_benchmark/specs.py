@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from gpipebal.pipeline.values.parting import chunk_sizes
-from gpipebal.schedule import CHECKPOINT_MODES, Action, make_schedule
+from gpipebal.schedule import CHECKPOINT_MODES, Action, Schedule, make_schedule
 from soak_benchmark.faults import ERRORS, INTERRUPT, LOSS, Place
 from soak_benchmark.slots import Slot
-
-__all__ = ["WAYS", "Spec", "draw_spec", "expected_visits"]
 
 #: How a step is run, and how often.
 WAYS = {
@@ -75,13 +72,15 @@ class Spec:
         """Whether the pipeline computes the loss."""
         return self.way.startswith("step ")
 
-    def actions(self) -> Iterator[Action]:
-        """Yield the actions that a pipeline in training mode runs."""
-        schedule = make_schedule(
+    def make_schedule(self) -> Schedule:
+        """Make the schedule of the actions that a pipeline in training mode runs."""
+        return make_schedule(
             self.schedule, len(self.checkpoint), len(self.sizes), list(self.checkpoint)
         )
-        for row in schedule.rows:
-            yield from row
+
+    def actions(self) -> list[Action]:
+        """List these actions, one partition after the other."""
+        return [action for row in self.make_schedule().rows for action in row]
 
 
 def draw_spec(seed: int, number: int, slots: list[Slot]) -> Spec:

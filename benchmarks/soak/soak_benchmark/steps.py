@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +14,10 @@ from torch import Tensor
 import gpipebal as gb
 from gpipebal import simulator
 from gpipebal.pipeline import measure_memory
-from gpipebal.schedule import make_schedule
 from soak_benchmark.faults import LOSS, Place, Record, visit, wire
 from soak_benchmark.layers import WIDTH
 from soak_benchmark.slots import Slot
 from soak_benchmark.specs import Spec, expected_visits
-
-__all__ = ["SoakError", "Tally", "run_step"]
 
 #: Largest difference, as a share of the largest value, or of 1 if that is larger.
 TOLERANCE = 1e-9
@@ -52,6 +49,17 @@ class Tally:
         if not holds:
             raise SoakError(f"{name}: {found}")
         self.checks[name] += 1
+
+    def record(self) -> dict[str, Any]:
+        """Return what is stored."""
+        return {
+            "ways": dict(self.ways.most_common()),
+            "faults": [
+                {"kind": kind, "phase": phase, "times": times}
+                for (kind, phase), times in sorted(self.faults.items())
+            ],
+            "checks": dict(self.checks.most_common()),
+        }
 
 
 class _Batch:
@@ -117,20 +125,24 @@ def _attempt(
 
 def _call(spec: Spec, slot: Slot, batch: _Batch) -> Tensor:
     output: Tensor = slot.pipe(batch.x)
+    return _backward(spec, batch, output)
+
+
+def _backward(spec: Spec, batch: _Batch, output: Tensor) -> Tensor:
+    """Run the loss, and the backward in the way of the spec."""
     loss = (output[:, :-1] - batch.target).square().mean()
+    twice = spec.way == "two backwards"
     if spec.way == "inputs alone":
         (batch.x.grad,) = torch.autograd.grad(loss, batch.x)
     elif spec.way != "no_grad":
-        loss.backward(retain_graph=spec.way == "two backwards")
-    if spec.way == "two backwards":
+        loss.backward(retain_graph=twice)
+    if twice:
         loss.backward()
     return loss.detach()
 
 
 def _step(spec: Spec, slot: Slot, batch: _Batch) -> Tensor:
-    return slot.pipe.step(
-        batch.x, target=batch.target, loss_fn=_loss, schedule=spec.way.removeprefix("step ")
-    )
+    return slot.pipe.step(batch.x, target=batch.target, loss_fn=_loss, schedule=spec.schedule)
 
 
 def _without_gradients(spec: Spec, slot: Slot, batch: _Batch) -> Tensor:
@@ -202,15 +214,9 @@ def _plain(spec: Spec, slot: Slot, batch: _Batch, seed: int) -> Tensor:
     slot.plain.train(spec.way != "eval")
     with torch.set_grad_enabled(spec.way != "no_grad"):
         output = slot.run_plain(batch.x.split(batch.sizes), seed)
-        loss = (output[:, :-1] - batch.target).square().mean()
+        loss = _backward(spec, batch, output)
     slot.plain.train()
-    if spec.way == "inputs alone":
-        (batch.x.grad,) = torch.autograd.grad(loss, batch.x)
-    elif spec.way != "no_grad":
-        loss.backward(retain_graph=spec.way == "two backwards")
-    if spec.way == "two backwards":
-        loss.backward()
-    return loss.detach()
+    return loss
 
 
 def _faulty(spec: Spec, slot: Slot, tally: Tally) -> None:
@@ -244,17 +250,11 @@ def _check_fault(
                 tally.check("the other fault is in the notes", wanted in notes, (wanted, notes))
                 _check_order(place, other, spec, slot, tally)
     tally.check("nothing runs after the end", not record.late, record.late)
-    same = all(
-        torch.equal(p, q)
-        for p, q in zip(slot.pipe.parameters(), slot.plain.parameters(), strict=True)
-    )
+    same = _are_equal(slot.pipe.parameters(), slot.plain.parameters())
     tally.check("parameters untouched by a fault", same)
     # Of two threads the other one has moved them.
     if slot.is_deferred and place.phase == "forward" and spec.way != "two threads":
-        same = all(
-            torch.equal(p, q)
-            for p, q in zip(slot.pipe.buffers(), slot.plain.buffers(), strict=True)
-        )
+        same = _are_equal(slot.pipe.buffers(), slot.plain.buffers())
         tally.check("deferred statistics untouched by a failed forward", same)
 
 
@@ -271,7 +271,7 @@ def _notes_of(place: Place, slot: Slot) -> list[str]:
 def _check_order(first: Place, other: Place, spec: Spec, slot: Slot, tally: Tally) -> None:
     """Of two failed forwards the one that the schedule has first is raised."""
     if LOSS not in (first.layer, other.layer) and first.phase == other.phase == "forward":
-        starts = _forward_starts(spec, slot)
+        starts = _forward_starts(spec)
         partitions = [slot.partition_of(place.layer) for place in (first, other)]
         cycles = [
             (starts[partition, place.micro_batch], partition)
@@ -280,13 +280,10 @@ def _check_order(first: Place, other: Place, spec: Spec, slot: Slot, tally: Tall
         tally.check("the first failed forward is raised", cycles[0] < cycles[1], (first, other))
 
 
-def _forward_starts(spec: Spec, slot: Slot) -> dict[tuple[int, int], float]:
+def _forward_starts(spec: Spec) -> dict[tuple[int, int], float]:
     """Tell when each partition's forward of each micro-batch starts if all actions are alike."""
-    n = len(slot.balance)
-    name = "1f1b" if spec.way == "step 1f1b" else "gpipe"
-    schedule = make_schedule(name, n, len(spec.sizes), spec.checkpoint)
-    every = (1.0,) * n
-    timeline = simulator.place(schedule, simulator.Durations(every, every, every))
+    every = (1.0,) * len(spec.checkpoint)
+    timeline = simulator.place(spec.make_schedule(), simulator.Durations(every, every, every))
     return {(e.partition, e.micro_batch): e.start for e in timeline.events if e.kind == "F"}
 
 
@@ -337,6 +334,10 @@ def _compare_gradients(
 def _compare_buffers(slot: Slot, tally: Tally) -> None:
     for (name, p), q in zip(slot.pipe.named_buffers(), slot.plain.buffers(), strict=True):
         tally.check("buffer", _close(p, q), (name, p, q))
+
+
+def _are_equal(mine: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(mine, theirs, strict=True))
 
 
 def _close(mine: Tensor | None, theirs: Tensor | None) -> bool:

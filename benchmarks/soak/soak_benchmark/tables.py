@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmark_tools.text import block, table
+from benchmark_tools.machine import software
+from benchmark_tools.text import Column, block, columns, table
 
 from soak_benchmark.growth import Growth
-
-__all__ = ["blocks", "environment", "is_passed", "result"]
 
 _PHASES = ("forward", "recompute", "backward")
 
@@ -27,7 +26,12 @@ def is_passed(record: dict[str, Any]) -> bool:
 
 def blocks(record: dict[str, Any]) -> dict[str, str]:
     """Return everything that the record says as blocks of a README, by their marks."""
-    return {"result": result(record), "environment": environment(record)}
+    about = record["provenance"]
+    where = f"{about['system']}, {about['cores']} cores, {software(about)[0]}"
+    return {
+        "result": result(record),
+        "environment": f"{where}, {about['date']}, seed {about['seed']}.",
+    }
 
 
 def result(record: dict[str, Any]) -> str:
@@ -50,34 +54,20 @@ def result(record: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def environment(record: dict[str, Any]) -> str:
-    """Write on what it ran."""
-    about = record["provenance"]
-    return (
-        f"{about['system']}, {about['cores']} cores, Python {about['python']}, torch "
-        f"{about['torch']}, gpipebal {about['gpipebal']}, {about['date']}, seed {about['seed']}."
-    )
-
-
 def _growths(record: dict[str, Any]) -> list[Growth]:
     return [Growth(**growth) for growth in record["growth"]]
 
 
 def _growth_table(record: dict[str, Any]) -> str:
-    rows = [
-        [
-            growth.name,
-            f"{growth.first:,.0f}",
-            f"{growth.last:,.0f}",
-            f"{growth.last - growth.first:+,.0f}",
-            f"{growth.bound:,.0f}",
-            "kept" if growth.is_within else "NOT KEPT",
-        ]
-        for growth in _growths(record)
+    described: list[Column[Growth]] = [
+        ("", lambda growth: growth.name),
+        ("first quarter", lambda growth: f"{growth.first:,.0f}"),
+        ("last quarter", lambda growth: f"{growth.last:,.0f}"),
+        ("growth", lambda growth: f"{growth.last - growth.first:+,.0f}"),
+        ("bound", lambda growth: f"{growth.bound:,.0f}"),
+        ("", lambda growth: "kept" if growth.is_within else "NOT KEPT"),
     ]
-    return block(
-        table(["", "first quarter", "last quarter", "growth", "bound", ""], rows, left=(0, 5))
-    )
+    return block(columns(_growths(record), described, left=(0, 5)))
 
 
 def _fault_table(record: dict[str, Any]) -> str:

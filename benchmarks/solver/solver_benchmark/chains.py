@@ -6,8 +6,6 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["KINDS", "RANDOM", "SIZES", "Chain", "draw"]
-
 #: Numbers of layers and partitions that are timed.
 SIZES = tuple(
     (n_layers, n_partitions)

@@ -14,8 +14,6 @@ from gpipebal.solvers.bisection import floor, smallest_limit
 from solver_benchmark.chains import RANDOM, Chain, draw
 from solver_benchmark.peers import Peer, TooSlowError, limited
 
-__all__ = ["GAP_SIZES", "bottleneck_of", "gaps", "time_all"]
-
 #: Micro-batches of the problems.
 CHUNKS = 32
 #: A turn is repeated until it has taken so many seconds, or so often.
@@ -90,17 +88,10 @@ def _time_one(
             # Once is enough where it takes long; and once too late is too late.
             if turn and (not seconds[name] or seconds[name][0] > limit / rounds):
                 continue
-            try:
-                with limited(limit):
-                    start = time.perf_counter()
-                    balances[name] = peer(both, n_partitions)
-                    first = time.perf_counter() - start
-                    again = first
-                    if first < LEAST_SECONDS:
-                        again = _clock(lambda peer=peer: peer(both, n_partitions))
-            except (TooSlowError, IndexError):
-                continue
-            seconds[name].append(min(first, again))
+            timed = _time_peer(peer, both, n_partitions, limit)
+            if timed is not None:
+                seconds[name].append(timed[0])
+                balances[name] = timed[1]
     row: Row = {"kind": kind, "n_layers": n_layers, "n_partitions": n_partitions, "peers": {}}
     for name in ours:
         row[name] = {"seconds": min(seconds[name]), "median": median(seconds[name])}
@@ -108,13 +99,29 @@ def _time_one(
     row["bottleneck"]["gap"] = best.gap
     row["makespan"]["gap"] = split(problem, "makespan").gap
     for name in peers:
-        found = balances.get(name) if seconds[name] else None
+        found = balances.get(name)
         row["peers"][name] = {
             "seconds": min(seconds[name], default=None),
             "tried": True,
             "excess": None if found is None else _excess(both, found, best.value),
         }
     return row
+
+
+def _time_peer(
+    peer: Peer, costs: Sequence[int], n_partitions: int, limit: float
+) -> tuple[float, list[int]] | None:
+    """Return the seconds of a rule and the balance that it finds; None: none within the limit."""
+    try:
+        with limited(limit):
+            start = time.perf_counter()
+            balance = peer(costs, n_partitions)
+            first = time.perf_counter() - start
+            if first >= LEAST_SECONDS:
+                return first, balance
+            return min(first, _clock(lambda: peer(costs, n_partitions))), balance
+    except (TooSlowError, IndexError):
+        return None
 
 
 def least_bottleneck(sums: Sequence[int], n_partitions: int) -> int:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-__all__ = ["NAMES", "Peer", "TooSlowError", "limited", "peers"]
-
 #: Takes costs and a number of partitions; returns the number of layers in each.
 Peer = Callable[[Sequence[int], int], list[int]]
 NAMES = ("torchgpipe", "deepspeed")

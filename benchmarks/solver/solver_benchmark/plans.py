@@ -18,8 +18,6 @@ from gpipebal.profile import Profile
 from gpipebal.simulator import weight_shares
 from solver_benchmark.chains import draw
 
-__all__ = ["PARTITIONS", "SCHEDULES", "joint", "plans", "searches"]
-
 #: Numbers of partitions; micro-batches are four for each.
 PARTITIONS = (2, 4, 8, 16)
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1")

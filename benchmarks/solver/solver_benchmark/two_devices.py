@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
-import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -15,15 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from benchmark_tools.machine import describe
-from benchmark_tools.text import block, percent, percent_or_unknown, table
+from benchmark_tools.text import block, percent_or_unknown, signed, table
+from benchmark_tools.turns import seconds_in_turns
 from torch import nn
 
 from gpipebal.pipeline import GPipe
 from gpipebal.planner import compare_rules, evaluate, solve
 from gpipebal.profile import Profile
 from gpipebal.profiler import profile_model
-
-__all__ = ["RULES", "Trained", "blocks", "measure", "models", "summary"]
 
 FORMAT, VERSION = "gpipebal-solver-two-devices", 1
 #: The plan, and the rules that it is compared with.
@@ -41,19 +39,13 @@ class Trained(NamedTuple):
         name: Its profile's name.
         profile: What it was planned from.
         net: Its layers.
-        sample: A mini-batch.
-        target: Its target.
-        loss_fn: The loss over both.
-        optimizer: Makes the optimizer of its parameters.
+        subject: Mini-batch, target, loss and optimizer, as the script of the profiles has them.
     """
 
     name: str
     profile: Profile
     net: nn.Sequential
-    sample: torch.Tensor
-    target: torch.Tensor
-    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    optimizer: Callable[[Any], torch.optim.Optimizer]
+    subject: Any
 
 
 def models(folder: Path, timeout: float | None) -> Iterable[Trained]:
@@ -87,15 +79,7 @@ def models(folder: Path, timeout: float | None) -> Iterable[Trained]:
             optimizer=subject.optimizer,
             timeout=timeout,
         )
-        yield Trained(
-            stored.name,
-            profile,
-            net,
-            subject.sample,
-            subject.target,
-            subject.loss_fn,
-            subject.optimizer,
-        )
+        yield Trained(stored.name, profile, net, subject)
 
 
 def measure(model: Trained, *, rounds: int) -> Record:
@@ -148,25 +132,18 @@ def _seconds(
         )
         for balance in balances
     }
-    optimizer = model.optimizer(model.net.parameters())
+    subject = model.subject
+    optimizer = subject.optimizer(model.net.parameters())
 
     def step(pipe: GPipe) -> float:
         started = time.perf_counter()
         optimizer.zero_grad()
-        model.loss_fn(pipe(model.sample), model.target).backward()
+        subject.loss_fn(pipe(subject.sample), subject.target).backward()
         optimizer.step()
         return time.perf_counter() - started
 
-    found: dict[tuple[int, ...], list[float]] = {balance: [] for balance in balances}
-    shuffler = random.Random(0)
-    for _ in range(rounds):
-        turns = list(balances)
-        shuffler.shuffle(turns)
-        for balance in turns:
-            # The first step of a turn finds cold caches, and does not count.
-            step(pipes[balance])
-            gc.collect()
-            found[balance] += [step(pipes[balance]) for _ in range(2)]
+    ways = {balance: partial(step, pipe) for balance, pipe in pipes.items()}
+    found = seconds_in_turns(ways, rounds)
     for pipe in pipes.values():
         pipe.close()
     return found
@@ -174,10 +151,10 @@ def _seconds(
 
 def blocks(record: Record) -> dict[str, str]:
     """Return what stands between the marks of the README."""
-    return {"measured": block(summary(record)), "measured on": block(_environment(record))}
+    return {"measured": block(_table(record)), "measured on": block(_environment(record))}
 
 
-def summary(record: Record) -> str:
+def _table(record: Record) -> str:
     """Write the table: what was predicted of every rule's balance, and what was measured."""
     lines = []
     above: dict[str, list[tuple[float, float]]] = {name: [] for name in RULES}
@@ -200,17 +177,16 @@ def summary(record: Record) -> str:
                     name,
                     str(rule["balance"]),
                     f"{1e3 * rule['makespan']:.0f}",
-                    percent(predicted, sign=True),
+                    signed(predicted),
                     "-" if step is None else f"{1e3 * step:.0f}",
                     f"{middle:.0f}",
                     f"{low:.0f}-{high:.0f}",
-                    percent(middle / best - 1, sign=True),
+                    signed(middle / best - 1),
                 ]
             )
     for name in RULES[1:]:
         predicted, measured = (fmean(column) for column in zip(*above[name], strict=True))
-        mean = [percent(value, sign=True) for value in (predicted, measured)]
-        lines.append(["mean", name, "", "", mean[0], "", "", "", mean[1]])
+        lines.append(["mean", name, "", "", signed(predicted), "", "", "", signed(measured)])
     header = ["profile", "rule", "balance", "makespan, ms", "above", "step, ms", "measured, ms"]
     return table([*header, "quartiles", "above"], lines, left=(0, 1, 2))
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from gpipebal.problem import Link
 from gpipebal.rates import find_rates
 
-__all__ = ["FAST", "FAST_LINK", "FAST_LINK_NAME", "LINK", "LINK_NAME", "MEMORY_LIMIT"]
-
 #: What a partition may need: the memory of torchgpipe's device, less 1.5 GB for context and
 #: fragmentation.
 MEMORY_LIMIT = 22_500_000_000

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-import random
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from benchmark_tools.turns import seconds_in_turns
 
 import gpipebal as gb
 from gpipebal.pipeline import GPipe
@@ -19,30 +19,28 @@ from speed_benchmark.predict import fastest_balance
 from speed_benchmark.published import SpeedModel
 from speed_benchmark.simulate import DEVICES
 
-__all__ = ["CHUNKS", "measure"]
-
 #: Micro-batches of a mini-batch.
 CHUNKS = 8
 
 
-def measure(model: SpeedModel, *, rounds: int, timeout: float | None) -> dict[str, Any]:
+def measure(model: SpeedModel, *, rounds: int, timeout: float | None = None) -> dict[str, Any]:
     """Profile a small model with one thread, simulate it, and compare it with the plain one.
 
     Args:
         model: Which.
         rounds: How often each way does a timed step; the ways take turns.
-        timeout: Seconds for the repeats of the profile.
+        timeout: Seconds for the repeats of the profile; None: the profiler's default.
     """
     torch.manual_seed(0)
     torch.set_num_threads(1)
     net = model.build(True)
-    batch = model.small_rows * CHUNKS
-    images, target = model.make_data(batch, small=True)
+    n_rows = model.small_rows * CHUNKS
+    images, target = model.make_data(n_rows, small=True)
     profile = gb.profile_model(
         net,
         images,
         chunks=CHUNKS,
-        rows=(batch, 2 * model.small_rows),
+        rows=(n_rows, 2 * model.small_rows),
         threads=1,
         partitions=2,
         loss_fn=model.loss_fn,
@@ -52,10 +50,10 @@ def measure(model: SpeedModel, *, rounds: int, timeout: float | None) -> dict[st
         progress=False,
     )
     balances = {n: fastest_balance(profile, n, model.small_rows, CHUNKS) for n in DEVICES}
-    plain = profile.at_rows(batch, mini_batch_rows=batch)
+    plain = profile.at_rows(n_rows, mini_batch_rows=n_rows)
     return {
         "about": model.small_about,
-        "batch": batch,
+        "batch": n_rows,
         "chunks": CHUNKS,
         "predicted": {
             "plain": _seconds(plain, (profile.n_layers,), "never"),
@@ -63,7 +61,7 @@ def measure(model: SpeedModel, *, rounds: int, timeout: float | None) -> dict[st
         },
         "balances": {str(n): list(balance) for n, balance in balances.items()},
         "flags": list(profile.provenance.get("flags", [])),
-        "measured": _measured(model, net, images, target, balances, rounds),
+        "measured": _measured(model, net, (images, target), balances, rounds),
     }
 
 
@@ -76,12 +74,12 @@ def _seconds(profile: Profile, balance: tuple[int, ...], checkpoint: Any) -> flo
 def _measured(
     model: SpeedModel,
     net: torch.nn.Sequential,
-    images: torch.Tensor,
-    target: torch.Tensor,
+    batch: tuple[torch.Tensor, torch.Tensor],
     balances: dict[int, tuple[int, ...]],
     rounds: int,
 ) -> dict[str, list[float]]:
     """Return quartiles of the seconds of a step: plain, with one partition, and with two."""
+    images, target = batch
     pipes = {
         str(n): GPipe(
             net,
@@ -103,16 +101,7 @@ def _measured(
         optimizer.step()
         return time.perf_counter() - started
 
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    shuffler = random.Random(0)
-    for _ in range(rounds):
-        names = list(ways)
-        shuffler.shuffle(names)
-        for name in names:
-            # The first step of a turn finds cold caches, and does not count.
-            step(ways[name])
-            gc.collect()
-            times[name] += [step(ways[name]), step(ways[name])]
+    times = seconds_in_turns({name: partial(step, way) for name, way in ways.items()}, rounds)
     for pipe in pipes.values():
         pipe.close()
     return {

@@ -16,8 +16,6 @@ from gpipebal.schedule import CheckpointMode, order_of
 from gpipebal.simulator import durations_of, place
 from gpipebal.solvers import split
 
-__all__ = ["Step", "fastest_balance", "fits", "host_seconds", "step_seconds"]
-
 
 @dataclass(frozen=True)
 class Step:

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from gpipebal.models import amoebanetd, resnet101, unet
 from gpipebal.schedule import CheckpointMode
 
-__all__ = ["MODELS", "Run", "SpeedModel"]
-
 
 @dataclass(frozen=True)
 class Run:

@@ -15,21 +15,25 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from benchmark_tools.shares import about_shares, shares_of_device
+from benchmark_tools.shares import (
+    Place,
+    computing_on,
+    device_of,
+    shares_of_device,
+    wait_for,
+)
 from torch import Tensor
 
 import gpipebal as gb
 from gpipebal.pipeline import GPipe
 from gpipebal.planner import evaluate
 from gpipebal.profile import Profile
-from speed_benchmark.predict import Step, fastest_balance
+from speed_benchmark.predict import fastest_balance
 from speed_benchmark.published import Run, SpeedModel
-
-__all__ = ["N_SHARES", "about_shares", "measure_shares"]
 
 #: Shares of the device; the published runs have so many partitions at most.
 N_SHARES = 8
@@ -59,10 +63,7 @@ def measure_shares(
     model: SpeedModel,
     *,
     rounds: int,
-    timeout: float | None,
-    small: bool = False,
-    measured: dict[str, Any] | None = None,
-    keep: Callable[[dict[str, Any]], None] = lambda found: None,
+    timeout: float | None = None,
     told: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Profile a model on one share, simulate the published runs, and measure them in turns.
@@ -70,90 +71,57 @@ def measure_shares(
     Args:
         model: Which.
         rounds: How often each way does a timed step.
-        timeout: Seconds for the repeats of the profile.
-        small: Whether to take the model that a CPU can run, to try the program.
-        measured: What this returned on such a device: its balances and seconds are kept, and only
-            profile and predictions made anew. None: nothing.
-        keep: Called after each timed turn with what would be returned if it were the last, so that
-            a run that is ended early has not measured in vain.
+        timeout: Seconds for the repeats of the profile; None: the profiler's default.
         told: Called with lines about how far it is.
-
-    Returns:
-        The runs, and how many turns were made and asked for: fewer if it was ended early.
     """
     places = _places()
-    runs = [_shorter(model, run, small) for run in model.runs if run.name in CHUNKS[model.name]]
-    with _in_float32(), _current(places[0]):
+    runs = [_shorter(model, run) for run in model.runs if run.name in CHUNKS[model.name]]
+    with _in_float32(), computing_on(places[0]):
         torch.manual_seed(0)
-        with torch.device(_device_of(places[0])):
-            net = model.build(small)
-        profile = _profile(model, net, runs, timeout, small)
+        with torch.device(device_of(places[0])):
+            net = model.build(False)
+        profile = _profile(model, net, runs, timeout)
         told("profiled")
-        if measured is None:
-            ways = {
-                f"{run.name}, {whose}": (run, balance)
-                for run in runs
-                for whose, balance in _balances(profile, run).items()
-            }
-            turns = {"turns": 0, "rounds": rounds}
-            for times in _measured(model, net, ways, places, rounds, small, told):
-                turns["turns"] += 1
-                keep(_record(model, profile, ways, times, turns, small))
-        else:
-            run_of = {run.name: run for run in runs}
-            known = {f"{old['name']}, {old['whose']}": old for old in measured["runs"]}
-            ways = {name: (run_of[old["name"]], old["balance"]) for name, old in known.items()}
-            times = {name: old["seconds"] for name, old in known.items()}
-            turns = {name: measured[name] for name in ("turns", "rounds")}
-    return _record(model, profile, ways, times, turns, small)
-
-
-def _record(
-    model: SpeedModel,
-    profile: Profile,
-    ways: dict[str, tuple[Run, tuple[int, ...]]],
-    times: dict[str, list[float]],
-    turns: dict[str, int],
-    small: bool,
-) -> dict[str, Any]:
+        ways = [
+            _Way(run, whose, balance)
+            for run in runs
+            for whose, balance in _balances(profile, run).items()
+        ]
+        times = _measured(model, net, ways, places, rounds, told)
     return {
-        "about": model.small_about if small else model.about,
-        **turns,
+        "about": model.about,
+        # Both, because there were runs that ended early.
+        "turns": rounds,
+        "rounds": rounds,
         "flags": list(profile.provenance.get("flags", [])),
         "runs": [
             {
-                "name": run.name,
-                "whose": name.rpartition(", ")[2],
-                "batch": run.batch,
-                "chunks": run.chunks,
-                "checkpoint": run.checkpoint,
-                "balance": list(balance),
-                "predicted": _predicted(profile, run, balance),
-                "seconds": times[name],
+                "name": way.run.name,
+                "whose": way.whose,
+                "batch": way.run.batch,
+                "chunks": way.run.chunks,
+                "checkpoint": way.run.checkpoint,
+                "balance": list(way.balance),
+                "predicted": _predicted(profile, way),
+                "seconds": [float(q) for q in np.percentile(seconds, [25, 50, 75])],
             }
-            for name, (run, balance) in ways.items()
+            for way, seconds in times.items()
         ],
     }
 
 
-def _places() -> list[torch.device | torch.cuda.Stream]:
+class _Way(NamedTuple):
+    """A published run, and the balance that it is done with: torchgpipe's, or the planner's."""
+
+    run: Run
+    whose: str
+    balance: tuple[int, ...]
+
+
+def _places() -> list[Place]:
     if torch.cuda.is_available():
         return list(shares_of_device(N_SHARES))
     return [torch.device("cpu")] * N_SHARES
-
-
-def _device_of(place: torch.device | torch.cuda.Stream) -> torch.device:
-    return place.device if isinstance(place, torch.cuda.Stream) else place
-
-
-@contextmanager
-def _current(place: torch.device | torch.cuda.Stream) -> Iterator[None]:
-    """Let the caller compute on a share."""
-    if isinstance(place, torch.cuda.Stream):
-        with torch.cuda.stream(place):
-            yield
-    else:
-        yield
 
 
 @contextmanager
@@ -167,15 +135,15 @@ def _in_float32() -> Iterator[None]:
         torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def _shorter(model: SpeedModel, run: Run, small: bool) -> Run:
+def _shorter(model: SpeedModel, run: Run) -> Run:
     """Return a run with its micro-batches as large and as many as they are measured."""
     chunks = min(run.chunks, CHUNKS[model.name][run.name])
-    rows = model.small_rows if small else run.rows // ROWS_DIVISOR.get(model.name, 1)
+    rows = run.rows // ROWS_DIVISOR.get(model.name, 1)
     return replace(run, chunks=chunks, batch=rows * chunks)
 
 
 def _profile(
-    model: SpeedModel, net: torch.nn.Sequential, runs: list[Run], timeout: float | None, small: bool
+    model: SpeedModel, net: torch.nn.Sequential, runs: list[Run], timeout: float | None
 ) -> Profile:
     """Measure the layers on the current stream, at micro-batches of several partitions.
 
@@ -183,7 +151,7 @@ def _profile(
     """
     longest = max(runs, key=lambda run: run.batch)
     sizes = {run.rows for run in runs if run.n_partitions > 1}
-    images, target = model.make_data(longest.batch, small=small)
+    images, target = model.make_data(longest.batch)
     return gb.profile_model(
         net,
         images,
@@ -210,10 +178,10 @@ def _balances(profile: Profile, run: Run) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _predicted(profile: Profile, run: Run, balance: tuple[int, ...]) -> dict[str, float | None]:
+def _predicted(profile: Profile, way: _Way) -> dict[str, float | None]:
     """Predict a step: if launching cost nothing, and if one host launches for all partitions."""
-    step = Step(run.rows, run.chunks, balance, run.checkpoint)
-    sized = profile.at_rows(step.rows, mini_batch_rows=step.batch)
+    run = way.run
+    sized = profile.at_rows(run.rows, mini_batch_rows=run.batch)
     free = replace(
         sized,
         layers=tuple(
@@ -222,7 +190,7 @@ def _predicted(profile: Profile, run: Run, balance: tuple[int, ...]) -> dict[str
         ),
     )
     return {
-        name: evaluate(costs, balance, chunks=step.chunks, checkpoint=step.checkpoint).step_time
+        name: evaluate(costs, way.balance, chunks=run.chunks, checkpoint=run.checkpoint).step_time
         for name, costs in (("devices", free), ("host", sized))
     }
 
@@ -230,53 +198,53 @@ def _predicted(profile: Profile, run: Run, balance: tuple[int, ...]) -> dict[str
 def _measured(
     model: SpeedModel,
     net: torch.nn.Sequential,
-    ways: dict[str, tuple[Run, tuple[int, ...]]],
-    places: list[torch.device | torch.cuda.Stream],
+    ways: list[_Way],
+    places: list[Place],
     rounds: int,
-    small: bool,
     told: Callable[[str], None],
-) -> Iterator[dict[str, list[float]]]:
-    """Yield quartiles of the seconds of a step in each way after each turn of all ways."""
-    optimizer = model.make_optimizer(list(net.parameters()))
-    device = _device_of(places[0])
-    times: dict[str, list[float]] = {name: [] for name in ways}
+) -> dict[_Way, list[float]]:
+    """Return the seconds of a step in each way in each turn of all ways."""
+    times: dict[_Way, list[float]] = {way: [] for way in ways}
     shuffler = random.Random(0)
     for turn in range(rounds + 1):
-        names = list(ways)
-        shuffler.shuffle(names)
-        for name in names:
-            run, balance = ways[name]
-            images, target = (data.to(device) for data in model.make_data(run.batch, small=small))
-            forward: Callable[[Tensor], Tensor] = net
-            pipe = None
-            if run.checkpoint != "never":
-                pipe = forward = GPipe(
-                    net,
-                    list(balance),
-                    devices=places[: len(balance)],
-                    chunks=run.chunks,
-                    checkpoint=run.checkpoint,
-                )
-            gc.collect()
-            optimizer.zero_grad()
-            _wait(device)
-            started = time.perf_counter()
-            model.loss_fn(forward(images), target).backward()
-            optimizer.step()
-            _wait(device)
-            seconds = time.perf_counter() - started
-            told(f"turn {turn}: {seconds:6.2f} s  {name}")
+        order = list(ways)
+        shuffler.shuffle(order)
+        for way in order:
+            seconds = _step_seconds(model, net, way, places)
+            told(f"turn {turn}: {seconds:6.2f} s  {way.run.name}, {way.whose}")
             if turn:  # the first finds libraries that are not loaded, and memory not allocated
-                times[name].append(seconds)
-            if pipe is not None:
-                pipe.close()
-        if turn:
-            yield {
-                name: [float(q) for q in np.percentile(found, [25, 50, 75])]
-                for name, found in times.items()
-            }
+                times[way].append(seconds)
+    return times
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _step_seconds(
+    model: SpeedModel,
+    net: torch.nn.Sequential,
+    way: _Way,
+    places: list[Place],
+) -> float:
+    """Do one step of a pipeline that is made for it, or of the plain model."""
+    device = device_of(places[0])
+    images, target = (data.to(device) for data in model.make_data(way.run.batch))
+    optimizer = model.make_optimizer(list(net.parameters()))
+    forward: Callable[[Tensor], Tensor] = net
+    pipe = None
+    if way.run.checkpoint != "never":
+        pipe = forward = GPipe(
+            net,
+            list(way.balance),
+            devices=places[: len(way.balance)],
+            chunks=way.run.chunks,
+            checkpoint=way.run.checkpoint,
+        )
+    gc.collect()
+    optimizer.zero_grad()
+    wait_for(device)
+    started = time.perf_counter()
+    model.loss_fn(forward(images), target).backward()
+    optimizer.step()
+    wait_for(device)
+    seconds = time.perf_counter() - started
+    if pipe is not None:
+        pipe.close()
+    return seconds

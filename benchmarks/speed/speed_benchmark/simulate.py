@@ -17,8 +17,6 @@ from speed_benchmark.devices import FAST_LINK, LINK, MEMORY_LIMIT
 from speed_benchmark.predict import Step, fastest_balance, fits, host_seconds, step_seconds
 from speed_benchmark.published import SpeedModel
 
-__all__ = ["DEVICES", "MOST_CHUNKS", "estimate", "simulate"]
-
 #: Numbers of devices.
 DEVICES = (1, 2, 4, 8)
 #: More micro-batches than these change nothing any more.
@@ -70,23 +68,22 @@ def simulate(model: SpeedModel, profile: Profile, fast: Profile) -> dict[str, An
     }
 
 
-def _seconds(profile: Profile, step: Step, link: Link = LINK) -> dict[str, float]:
-    """Predict a step: if launching cost nothing, if one host launches for all, and its work."""
-    return {
-        "devices": step_seconds(profile, step, link, host=False),
-        "host": step_seconds(profile, step, link, host=True),
-        "launching": host_seconds(profile, step),
-    }
-
-
 def _found(profile: Profile, step: Step) -> dict[str, Any]:
+    return {**_about(profile, step), "fits": fits(profile, step, MEMORY_LIMIT)}
+
+
+def _about(profile: Profile, step: Step, link: Link = LINK) -> dict[str, Any]:
+    """Tell what a step is, and its seconds: if launching cost nothing, and if one host launches."""
     return {
         "batch": step.batch,
         "rows": step.rows,
         "chunks": step.chunks,
         "balance": list(step.balance),
-        "seconds": _seconds(profile, step),
-        "fits": fits(profile, step, MEMORY_LIMIT),
+        "seconds": {
+            "devices": step_seconds(profile, step, link, host=False),
+            "host": step_seconds(profile, step, link, host=True),
+            "launching": host_seconds(profile, step),
+        },
     }
 
 
@@ -165,15 +162,7 @@ def _fast(model: SpeedModel, profile: Profile, n_devices: int) -> dict[str, Any]
     rows = _published_rows(model, n_devices)
     chunks = 32
     balance = fastest_balance(profile, n_devices, rows, chunks, link=FAST_LINK)
-    step = Step(rows, chunks, balance)
-    return {
-        "n": n_devices,
-        "batch": step.batch,
-        "rows": rows,
-        "chunks": chunks,
-        "balance": list(balance),
-        "seconds": _seconds(profile, step, FAST_LINK),
-    }
+    return {"n": n_devices, **_about(profile, Step(rows, chunks, balance), FAST_LINK)}
 
 
 def _published_rows(model: SpeedModel, n_devices: int) -> int:

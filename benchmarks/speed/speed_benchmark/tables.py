@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmark_tools.devices import P40
 from benchmark_tools.machine import describe
-from benchmark_tools.text import block, percent, percent_or_unknown, table
+from benchmark_tools.text import Column, block, columns, other_load, percent, section, signed, table
 
 from speed_benchmark.devices import (
     FAST,
@@ -16,9 +16,7 @@ from speed_benchmark.devices import (
     LINK_NAME,
     MEMORY_LIMIT,
 )
-from speed_benchmark.published import MODELS, SpeedModel
-
-__all__ = ["FORMAT", "VERSION", "against_published", "blocks", "speed_of", "summary"]
+from speed_benchmark.published import MODELS, Run, SpeedModel
 
 FORMAT = "gpipebal-benchmark-speed"
 VERSION = 1
@@ -28,39 +26,23 @@ Record = dict[str, Any]
 
 def blocks(record: Record) -> dict[str, str]:
     """Return what stands between the marks of the README."""
-    sections = [block(_agreement(record))] if record["simulated"] else []
+    parts = [block(_agreement(record))] if record["simulated"] else []
     for model in _present(record, "simulated"):
-        about = record["simulated"][model.name]["about"]
-        sections += [
-            f"### {about}",
+        found = record["simulated"][model.name]
+        parts += [
+            f"### {found['about']}",
             "Published settings, simulated:",
-            block(_published(record, model)),
+            block(_published(model, found["published"])),
             "Equal batch, and the largest that fits:",
-            block(_batches(record, model)),
+            block(_batches(found)),
             f"On {FAST.name}, 32 micro-batches:",
-            block(_fast(record, model)),
+            block(_fast(found["fast"])),
         ]
     if record["measured"]:
-        sections += ["### Measured with two CPU partitions", block(_measured(record))]
+        parts.append(section("Measured with two CPU partitions", _measured(record)))
     if record.get("shares"):
-        sections += ["### Measured on shares of one device", block(_shares(record))]
-    return {
-        "result": "\n\n".join(sections),
-        "environment": block(_environment(record)),
-    }
-
-
-def summary(record: Record) -> str:
-    """Write all tables, for a terminal."""
-    parts = [_agreement(record)]
-    for model in _present(record, "simulated"):
-        parts += [model.name, _published(record, model), _batches(record, model)]
-        parts.append(_fast(record, model))
-    if record["measured"]:
-        parts.append(_measured(record))
-    if record.get("shares"):
-        parts.append(_shares(record))
-    return "\n\n".join(parts)
+        parts.append(section("Measured on shares of one device", _shares(record)))
+    return {"result": "\n\n".join(parts), "environment": block(_environment(record))}
 
 
 def speed_of(found: dict[str, Any], of: str = "devices") -> float:
@@ -104,13 +86,9 @@ def _agreement(record: Record) -> str:
     for name, (errors, gains) in against_published(record).items():
         lines.append(
             [
-                name,
-                str(len(errors)),
-                percent(sum(map(abs, errors)) / len(errors)),
-                percent(max(errors, key=abs), sign=True),
-                percent(sum(gains) / len(gains), sign=True),
-                percent(min(gains), sign=True),
-                percent(max(gains), sign=True),
+                *(name, str(len(errors)), percent(sum(map(abs, errors)) / len(errors))),
+                signed(max(errors, key=abs)),
+                *(signed(gain) for gain in (sum(gains) / len(gains), min(gains), max(gains))),
             ]
         )
     header = ["simulated speed against torchgpipe's", "runs", "off by, mean", "worst"]
@@ -118,35 +96,36 @@ def _agreement(record: Record) -> str:
     return table(header, lines, left=[0])
 
 
-def _published(record: Record, model: SpeedModel) -> str:
-    found = record["simulated"][model.name]["published"]
+def _published(model: SpeedModel, found: list[dict[str, Any]]) -> str:
     first = found[0]["theirs"]
-    lines = []
-    for run, row in zip(model.runs, found, strict=True):
-        theirs, planner = row["theirs"], row["planner"]
-        lines.append(
-            [
-                row["name"],
-                str(run.n_partitions),
-                f"{run.batch:,}",
-                str(run.chunks),
-                f"{run.throughput:.1f}",
-                f"{run.throughput / model.runs[0].throughput:.3f}",
-                "-" if run.paper is None else f"{run.paper:.2f}",
-                f"{speed_of(theirs):.1f}",
-                f"{speed_of(theirs) / speed_of(first):.3f}",
-                f"{speed_of(theirs, 'host') / speed_of(first, 'host'):.3f}",
-                f"{speed_of(planner) / speed_of(first):.3f}",
-                f"{speed_of(planner, 'host') / speed_of(first, 'host'):.3f}",
-                percent(speed_of(planner) / speed_of(theirs) - 1, sign=True),
-                _fit(theirs, planner),
-            ]
-        )
-    header = [
-        *("run", "devices", "batch", "chunks", "torchgpipe/s", "speed", "paper"),
-        *("simulated/s", "speed", "one host", "planner's", "one host", "gain", "fits"),
+
+    def speed(heading: str, whose: str, of: str) -> Column[tuple[Run, dict[str, Any]]]:
+        return heading, lambda row: f"{speed_of(row[1][whose], of) / speed_of(first, of):.3f}"
+
+    described: list[Column[tuple[Run, dict[str, Any]]]] = [
+        ("run", lambda row: row[1]["name"]),
+        ("devices", lambda row: str(row[0].n_partitions)),
+        ("batch", lambda row: f"{row[0].batch:,}"),
+        ("chunks", lambda row: str(row[0].chunks)),
+        ("torchgpipe/s", lambda row: f"{row[0].throughput:.1f}"),
+        ("speed", lambda row: _published_speed(model, row[0])),
+        ("paper", lambda row: "-" if row[0].paper is None else f"{row[0].paper:.2f}"),
+        ("simulated/s", lambda row: f"{speed_of(row[1]['theirs']):.1f}"),
+        speed("speed", "theirs", "devices"),
+        speed("one host", "theirs", "host"),
+        speed("planner's", "planner", "devices"),
+        speed("one host", "planner", "host"),
+        (
+            "gain",
+            lambda row: signed(speed_of(row[1]["planner"]) / speed_of(row[1]["theirs"]) - 1),
+        ),
+        ("fits", lambda row: _fit(row[1]["theirs"], row[1]["planner"])),
     ]
-    return table(header, lines, left=[0])
+    return columns(zip(model.runs, found, strict=True), described, left=[0])
+
+
+def _published_speed(model: SpeedModel, run: Run) -> str:
+    return f"{run.throughput / model.runs[0].throughput:.3f}"
 
 
 def _fit(theirs: dict[str, Any], planner: dict[str, Any]) -> str:
@@ -154,26 +133,24 @@ def _fit(theirs: dict[str, Any], planner: dict[str, Any]) -> str:
     return names.get((theirs["fits"], planner["fits"]), "neither")
 
 
-def _batches(record: Record, model: SpeedModel) -> str:
-    found = record["simulated"][model.name]
-    lines = []
-    rows = [("plain", found["plain"]["equal"], found["plain"]["largest"])]
+def _batches(found: dict[str, Any]) -> str:
+    plain = found["plain"]
+    rows = [("plain", plain["equal"], plain["largest"])]
     rows += [
         (str(equal["n"]), equal, largest)
         for equal, largest in zip(found["equal"], found["largest"], strict=True)
     ]
-    for name, equal, largest in rows:
-        lines.append(
-            [
-                name,
-                *_batch(equal, found["plain"]["equal"]),
-                "" if equal["fits"] else "does not fit",
-                *_batch(largest, found["plain"]["largest"]),
-            ]
-        )
-    header = ["devices"]
-    header += ["equal batch", "chunks", "images/s", "speed", "one host", "host busy", ""]
-    header += ["largest batch", "chunks", "images/s", "speed", "one host", "host busy"]
+    lines = [
+        [
+            name,
+            *_batch(equal, plain["equal"]),
+            "" if equal["fits"] else "does not fit",
+            *_batch(largest, plain["largest"]),
+        ]
+        for name, equal, largest in rows
+    ]
+    of_batch = ["chunks", "images/s", "speed", "one host", "host busy"]
+    header = ["devices", "equal batch", *of_batch, "", "largest batch", *of_batch]
     return table(header, lines, left=[0])
 
 
@@ -194,43 +171,36 @@ def _busy(found: dict[str, Any]) -> str:
     return percent(found["seconds"]["launching"] / found["seconds"]["host"])
 
 
-def _fast(record: Record, model: SpeedModel) -> str:
-    lines = [
-        [
-            str(row["n"]),
-            f"{row['batch']:,}",
-            str(row["rows"]),
-            f"{speed_of(row):.1f}",
-            f"{speed_of(row, 'host'):.1f}",
-            percent(speed_of(row, "host") / speed_of(row) - 1, sign=True),
-            _busy(row),
-        ]
-        for row in record["simulated"][model.name]["fast"]
+def _fast(found: list[dict[str, Any]]) -> str:
+    described: list[Column[dict[str, Any]]] = [
+        ("devices", lambda row: str(row["n"])),
+        ("batch", lambda row: f"{row['batch']:,}"),
+        ("rows", lambda row: str(row["rows"])),
+        ("images/s", lambda row: f"{speed_of(row):.1f}"),
+        ("with one host", lambda row: f"{speed_of(row, 'host'):.1f}"),
+        ("", lambda row: signed(speed_of(row, "host") / speed_of(row) - 1)),
+        ("host busy", _busy),
     ]
-    header = ["devices", "batch", "rows", "images/s", "with one host", "", "host busy"]
-    return table(header, lines)
+    return columns(found, described)
 
 
 def _measured(record: Record) -> str:
     lines = []
     for model in _present(record, "measured"):
         row = record["measured"][model.name]
-        plain, predicted = row["measured"]["plain"][1], row["predicted"]
+        predicted, measured = row["predicted"], row["measured"]
         for name in predicted:
-            seconds = row["measured"].get(name)
-            lines.append(
-                [
-                    row["about"] if name == "plain" else "",
-                    name,
-                    str(row["batch"]),
-                    "1" if name == "plain" else str(row["chunks"]),
-                    f"{1e3 * predicted[name]:.0f}",
-                    "-" if seconds is None else f"{1e3 * seconds[1]:.0f}",
-                    "-" if seconds is None else f"{1e3 * seconds[0]:.0f}-{1e3 * seconds[2]:.0f}",
-                    f"{predicted['plain'] / predicted[name]:.3f}",
-                    "-" if seconds is None else f"{plain / seconds[1]:.3f}",
-                ]
-            )
+            is_plain = name == "plain"
+            line = [row["about"] if is_plain else "", name, str(row["batch"])]
+            line += ["1" if is_plain else str(row["chunks"]), f"{1e3 * predicted[name]:.0f}"]
+            speed = f"{predicted['plain'] / predicted[name]:.3f}"
+            if name in measured:
+                low, middle, high = (1e3 * seconds for seconds in measured[name])
+                line += [f"{middle:.0f}", f"{low:.0f}-{high:.0f}", speed]
+                line += [f"{measured['plain'][1] / measured[name][1]:.3f}"]
+            else:
+                line += ["-", "-", speed, "-"]
+            lines.append(line)
     header = [
         *("one thread a partition", "partitions", "batch", "chunks", "predicted ms"),
         *("measured ms", "quartiles", "speed predicted", "measured"),
@@ -240,50 +210,56 @@ def _measured(record: Record) -> str:
 
 def _shares(record: Record) -> str:
     """Say how fast the published runs are on shares of one device, by that of the first."""
-    lines = []
+    rows = []
     for model in _present(record, "shares"):
         found = record["shares"][model.name]
         first = found["runs"][0]
+        speeds = {run.name: _published_speed(model, run) for run in model.runs}
         for row in found["runs"]:
-            predicted, measured = row["predicted"], row["seconds"]
-            lines.append(
-                [
-                    found["about"] if row is first else "",
-                    row["name"],
-                    "" if row["whose"] == "torchgpipe's" else "planner's",
-                    str(len(row["balance"])),
-                    str(row["batch"]),
-                    str(row["chunks"]),
-                    f"{1e3 * predicted['devices']:,.0f}",
-                    f"{1e3 * predicted['host']:,.0f}" if "host" in predicted else "-",
-                    f"{1e3 * measured[1]:,.0f}",
-                    f"{1e3 * measured[0]:,.0f}-{1e3 * measured[2]:,.0f}",
-                    percent(predicted["devices"] / measured[1] - 1, sign=True),
-                    *(
-                        f"{row['batch'] / seconds / (first['batch'] / of_first):.3f}"
-                        for seconds, of_first in (
-                            (predicted["devices"], first["predicted"]["devices"]),
-                            (measured[1], first["seconds"][1]),
-                        )
-                    ),
-                    _published_speed(model, row["name"]),
-                ]
-            )
-    header = [
-        *("", "run", "balance", "shares", "batch", "chunks", "predicted ms", "one host"),
-        *("measured ms", "quartiles", "off", "speed predicted", "measured", "torchgpipe"),
+            about = found["about"] if row is first else ""
+            rows.append({**row, "about": about, "first": first, "published": speeds[row["name"]]})
+
+    def speed(seconds: float, row: dict[str, Any], of_first: float) -> str:
+        return f"{row['batch'] / seconds / (row['first']['batch'] / of_first):.3f}"
+
+    described: list[Column[dict[str, Any]]] = [
+        ("", lambda row: row["about"]),
+        ("run", lambda row: row["name"]),
+        ("balance", lambda row: "" if row["whose"] == "torchgpipe's" else "planner's"),
+        ("shares", lambda row: str(len(row["balance"]))),
+        ("batch", lambda row: str(row["batch"])),
+        ("chunks", lambda row: str(row["chunks"])),
+        ("predicted ms", lambda row: f"{1e3 * row['predicted']['devices']:,.0f}"),
+        (
+            "one host",
+            lambda row: (
+                f"{1e3 * row['predicted']['host']:,.0f}" if "host" in row["predicted"] else "-"
+            ),
+        ),
+        ("measured ms", lambda row: f"{1e3 * row['seconds'][1]:,.0f}"),
+        (
+            "quartiles",
+            lambda row: f"{1e3 * row['seconds'][0]:,.0f}-{1e3 * row['seconds'][2]:,.0f}",
+        ),
+        ("off", lambda row: signed(row["predicted"]["devices"] / row["seconds"][1] - 1)),
+        (
+            "speed predicted",
+            lambda row: speed(
+                row["predicted"]["devices"], row, row["first"]["predicted"]["devices"]
+            ),
+        ),
+        ("measured", lambda row: speed(row["seconds"][1], row, row["first"]["seconds"][1])),
+        ("torchgpipe", lambda row: row["published"]),
     ]
-    return table(header, lines, left=[0, 1, 2])
-
-
-def _published_speed(model: SpeedModel, name: str) -> str:
-    run = next(run for run in model.runs if run.name == name)
-    return f"{run.throughput / model.runs[0].throughput:.3f}"
+    return columns(rows, described, left=[0, 1, 2])
 
 
 def _about_shares(record: Record) -> list[str]:
     about = record["provenance"]["shares"]
-    product = about["product"]
+    whole, alone, beside = (
+        f"{1e3 * about['product'][name]:.1f} ms on"
+        for name in ("whole device", "one share", "all shares")
+    )
     turns = {m.name: record["shares"][m.name]["turns"] for m in _present(record, "shares")}
     alike = len(set(turns.values())) == 1
     made = [str(n) if alike else f"{n} of {name}" for name, n in turns.items()]
@@ -291,9 +267,8 @@ def _about_shares(record: Record) -> list[str]:
         f"{about['device_name']}, {about['device_bytes'] / 1e9:.0f} GB, {about['multiprocessors']} "
         f"multiprocessors, CUDA {about['cuda']}; each share has "
         f"{about['multiprocessors_of_a_share']} of them",
-        f"a product of two matrices of 4096 x 4096 takes {1e3 * product['whole device']:.1f} ms on "
-        f"the whole device, {1e3 * product['one share']:.1f} ms on a share, "
-        f"{1e3 * product['all shares']:.1f} ms on a share while the others do the same",
+        f"a product of two matrices of 4096 x 4096 takes {whole} the whole device, {alone} a "
+        f"share, {beside} a share while the others do the same",
         f"turns of one timed step, after one that does not count: {', '.join(dict.fromkeys(made))}",
     ]
 
@@ -311,18 +286,13 @@ def _environment(record: Record) -> str:
         f"{FAST_LINK.bandwidth / 1e9:g} GB/s",
         f"host: {1e6 * (P40.host_time or 0):g} us to launch an operation",
     ]
-    for part in ("simulated", "measured", "shares"):
-        found = about.get(part)
-        if found is None:
-            continue
-        name = {"shares": "measured on shares of a device"}.get(part, part)
-        lines += ["", f"{name} on:", *describe(found)]
-        if part == "shares":
-            lines += _about_shares(record)
-        if part == "measured":
-            lines.append(
-                f"{found['rounds']} turns of two timed steps, after one that does not count;"
-                " other programs' share of the cores meanwhile: "
-                + percent_or_unknown(found["other_load"])
-            )
+    if "simulated" in about:
+        lines += ["", "simulated on:", *describe(about["simulated"])]
+    if measured := about.get("measured"):
+        turns = f"{measured['rounds']} turns of two timed steps, after one that does not count"
+        lines += ["", "measured on:", *describe(measured)]
+        lines.append(f"{turns}; {other_load(measured['other_load'])}")
+    if shares := about.get("shares"):
+        lines += ["", "measured on shares of a device on:", *describe(shares)]
+        lines += _about_shares(record)
     return "\n".join(lines)
