@@ -86,6 +86,7 @@ def _prediction() -> dict[str, str]:
         "prediction_step_error": percent(found["step time, mean absolute error"]),
         "prediction_step_floor": percent(found["mean of a perfect prediction"]),
         "prediction_step_worst": percent(found["step time, farthest off"]),
+        "prediction_step_before": percent(found["mean, by a profile of some minutes before"]),
         "prediction_memory_error": percent(found["peak memory, mean absolute error"]),
         "prediction_memory_over": signed(found["peak memory, farthest over"]),
         "prediction_memory_under": signed(found["peak memory, farthest under"]),
