@@ -3,6 +3,7 @@
     python benchmarks/speed/make.py              simulate; writes results.json and the README
     python benchmarks/speed/make.py --measure    measure on the CPU too; needs a quiet machine
     python benchmarks/speed/make.py --shares     measure on shares of one CUDA device
+    python benchmarks/speed/make.py --shares --model unet    only one model; the others stay
     python benchmarks/speed/make.py --readme     write the README's tables from results.json
 
 What is simulated needs no device and no clock. What is there of the other parts is kept. Shares
@@ -27,7 +28,7 @@ from benchmark_tools.shares import about_shares
 from speed_benchmark import tables
 from speed_benchmark.devices import FAST
 from speed_benchmark.measure import measure
-from speed_benchmark.published import MODELS
+from speed_benchmark.published import MODELS, SpeedModel
 from speed_benchmark.shares import N_SHARES, measure_shares
 from speed_benchmark.simulate import estimate, simulate
 
@@ -46,7 +47,8 @@ def main() -> None:
         if arguments.measure:
             add_measured(record, arguments.rounds)
         elif arguments.shares:
-            add_shares(record, arguments.rounds, arguments.out)
+            chosen = [one for one in MODELS if arguments.model in (None, one.name)]
+            add_shares(record, chosen, arguments.rounds, arguments.out)
         else:
             add_simulated(record)
         write_record(arguments.out, record)
@@ -62,7 +64,11 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         "--shares", action="store_true", help="measure at full size on shares of a CUDA device"
     )
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="turns (%(default)s)")
+    names = [model.name for model in MODELS]
+    parser.add_argument("--model", choices=names, help="with --shares: only this one")
     arguments = parser.parse_args(words)
+    if arguments.model and not arguments.shares:
+        parser.error("--model needs --shares: the other parts are of all models")
     if arguments.rounds < 1:
         parser.error(f"--rounds {arguments.rounds} is too small (expected 1 or more)")
     return arguments
@@ -88,11 +94,17 @@ def add_measured(record: dict[str, Any], rounds: int) -> None:
     record["provenance"]["measured"] = about
 
 
-def add_shares(record: dict[str, Any], rounds: int, out: Path) -> None:
-    """Measure all models on shares of a CUDA device, and store each as soon as it is measured."""
+def add_shares(record: dict[str, Any], models: list[SpeedModel], rounds: int, out: Path) -> None:
+    """Measure models on shares of a CUDA device, and store each as soon as it is measured."""
     progress = Progress()
     about = {**provenance(), **about_shares(N_SHARES)}
-    for model in MODELS:
+    here, there = about["device_name"], record["provenance"].get("shares", {}).get("device_name")
+    if there not in (None, here) and len(models) < len(MODELS):
+        sys.exit(
+            f"the other models were measured on shares of {there}, and this is {here}.\n"
+            "Fix: give another file as --out, or measure all models."
+        )
+    for model in models:
         found = measure_shares(model, rounds=rounds, told=progress.told)
         record.setdefault("shares", {})[model.name] = found
         record["provenance"]["shares"] = about

@@ -227,7 +227,12 @@ def test_command_line_refuses_what_is_impossible() -> None:
     make = script_of("speed")
     arguments = make.parse(["--measure", "--rounds", "2"])
     assert (arguments.measure, arguments.rounds) == (True, 2)
-    for words in (["--shares", "--measure"], ["--rounds", "0"], ["--shares", "--rounds", "-1"]):
+    for words in (
+        ["--shares", "--measure"],
+        ["--rounds", "0"],
+        ["--shares", "--rounds", "-1"],
+        ["--model", "unet"],
+    ):
         with pytest.raises(SystemExit):
             make.parse(words)
 
@@ -250,11 +255,16 @@ def test_models_on_shares_are_stored_one_by_one(
     monkeypatch.setattr(make, "MODELS", MODELS[:2])
     monkeypatch.setattr(make, "measure_shares", measured)
     monkeypatch.setattr(make, "about_shares", lambda n: record["provenance"]["shares"])
-    make.add_shares(record, 7, out)
+    make.add_shares(record, make.MODELS, 7, out)
     assert seen == [[7, 2]]
     assert "does not count: 7\n" in tables.blocks(record)["environment"]
     record["shares"]["amoebanetd"]["turns"] = 1
     assert "count: 7 of resnet101, 1 of amoebanetd\n" in tables.blocks(record)["environment"]
+    # One model of another device would stand under the name of the others'.
+    another = {**record["provenance"]["shares"], "device_name": "another device"}
+    monkeypatch.setattr(make, "about_shares", lambda n: another)
+    with pytest.raises(SystemExit, match="NVIDIA H100 80GB HBM3, and this is another device"):
+        make.add_shares(record, make.MODELS[:1], 7, out)
 
 
 def _tiny(*runs: Run) -> SpeedModel:
