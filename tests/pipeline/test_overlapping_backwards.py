@@ -16,7 +16,7 @@ from gpipebal import is_recomputing
 from gpipebal.errors import PipelineError
 from gpipebal.pipeline import GPipe
 from gpipebal.pipeline.process.process_wide import current_settings, settings_entered
-from gpipebal.pipeline.values.microbatch import find_overlaps
+from gpipebal.pipeline.values.places import find_overlaps
 from gpipebal.schedule import CheckpointMode
 
 pytestmark = pytest.mark.timeout(120)

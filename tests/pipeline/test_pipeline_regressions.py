@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gpipebal.errors import ModelError, PipelineError, PipelineTimeoutError
 from gpipebal.pipeline import GPipe, with_recompute
 from gpipebal.pipeline.minibatch.minibatch import MiniBatch
-from gpipebal.pipeline.values.microbatch import find_overlaps, find_shared
+from gpipebal.pipeline.values.places import find_overlaps, find_shared
 from gpipebal.pipeline.workers.activity import Activity, timeout_error
 from gpipebal.pipeline.workers.worker import WorkerPool
 from gpipebal.schedule import CheckpointMode

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from gpipebal.errors import BalanceError, DeviceError, ModelError, PipelineError
 from gpipebal.pipeline import GPipe, is_checkpointing, is_recomputing
 from gpipebal.pipeline.layers.buffers import SMALL
-from gpipebal.pipeline.values.microbatch import find_overlaps
+from gpipebal.pipeline.values.places import find_overlaps
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 
 pytestmark = pytest.mark.timeout(60)

@@ -31,7 +31,7 @@ from gpipebal.pipeline.layers.written import ParameterWrites
 from gpipebal.pipeline.process.engine_state import current_backward
 from gpipebal.pipeline.process.phase import is_checkpointing, is_recomputing, phase
 from gpipebal.pipeline.randomness.randomness import OwnRandomness, States, current_randomness
-from gpipebal.pipeline.values.microbatch import find_overlaps
+from gpipebal.pipeline.values.places import find_overlaps
 from gpipebal.pipeline.values.tensors import copy_of, version_of
 
 __all__ = ["Recomputed"]

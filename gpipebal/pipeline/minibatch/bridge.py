@@ -28,14 +28,7 @@ from gpipebal.pipeline.minibatch.new_gradients import LateGradients
 from gpipebal.pipeline.process import engine_state
 from gpipebal.pipeline.process.caller import whole_call
 from gpipebal.pipeline.values.lane import Events, current_events
-from gpipebal.pipeline.values.microbatch import (
-    Packet,
-    copied,
-    find_overlaps,
-    find_shared,
-    name_of_leaf,
-    unflatten,
-)
+from gpipebal.pipeline.values.microbatch import Packet, copied, name_of_leaf, unflatten
 from gpipebal.pipeline.values.parting import (
     Dim,
     gather_leaves,
@@ -44,6 +37,7 @@ from gpipebal.pipeline.values.parting import (
     same_structure,
     spread_dims,
 )
+from gpipebal.pipeline.values.places import find_overlaps, find_shared
 from gpipebal.units import count
 
 __all__ = ["attach_outputs", "give_back", "gradients_of_inputs"]

@@ -29,12 +29,8 @@ from gpipebal.pipeline.process.phase import phase
 from gpipebal.pipeline.randomness.randomness import OwnRandomness, States
 from gpipebal.pipeline.randomness.seeds import MiniBatchSeed
 from gpipebal.pipeline.values.gradients import without_the_rest
-from gpipebal.pipeline.values.microbatch import (
-    Packet,
-    check_nothing_hidden,
-    detached,
-    find_overlaps,
-)
+from gpipebal.pipeline.values.microbatch import Packet, check_nothing_hidden, detached
+from gpipebal.pipeline.values.places import find_overlaps
 from gpipebal.pipeline.values.tensors import has_storage, version_of
 from gpipebal.pipeline.workers.blame import note_failed_layers, note_gaps, note_second_backward
 from gpipebal.pipeline.workers.facts import kind_of

@@ -19,7 +19,6 @@ from gpipebal.pipeline.values.microbatch import (
     Packet,
     check_nothing_hidden,
     detached,
-    find_overlaps,
     flatten,
     which_need_gradient,
 )
@@ -30,6 +29,7 @@ from gpipebal.pipeline.values.parting import (
     scatter_leaves,
     spread_dims,
 )
+from gpipebal.pipeline.values.places import find_overlaps
 
 __all__ = ["Inputs", "charge_inputs", "check_no_transform", "leaves_of_call", "part_inputs"]
 

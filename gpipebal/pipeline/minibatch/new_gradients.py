@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from gpipebal.pipeline.process.engine_state import will_run
-from gpipebal.pipeline.values.microbatch import meetings
+from gpipebal.pipeline.values.places import find_to_part
 from gpipebal.pipeline.values.tensors import has_storage, is_shared, storage_key
 
 __all__ = ["LateGradients", "NewGradients"]
@@ -63,18 +63,15 @@ class NewGradients:
                 anything that is not a tensor is skipped.
 
         Complexity:
-            That of `meetings` for new gradients and others, once for each mini-batch; then O(1).
+            That of `find_to_part` for all of them, once for each mini-batch; then O(1).
         """
         found = [one for one in self._watched.values() if one.grad is not None]
         if not found:
             return
-        moved: set[int] = set()
-        for k, later in meetings([*others, *(one.grad for one in found)]):
-            # Of several gradients that lie in one place, with nothing else there, the first stays.
-            if k not in moved and later >= len(others):
-                moved.add(later)
+        # Of several gradients that lie in one place, with nothing else there, the first stays.
+        moved = find_to_part([one.grad for one in found], others)
         with torch.no_grad():
-            for k, one in enumerate(found, len(others)):
+            for k, one in enumerate(found):
                 if not _may_lose(one):
                     del self._watched[id(one)]
                 if k in moved and one.grad is not None:

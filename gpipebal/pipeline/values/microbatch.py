@@ -7,20 +7,18 @@ A cell that takes skip connections besides its input gets one packet joined from
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from gpipebal.contents import attributes_in, contents_of, pairs_of
 from gpipebal.errors import ModelError
-from gpipebal.pipeline.values.tensors import copy_of, has_storage, parts_of, storage_key
+from gpipebal.pipeline.values.tensors import copy_of
 
 __all__ = [
     "Call",
@@ -29,11 +27,8 @@ __all__ = [
     "check_travels",
     "copied",
     "detached",
-    "find_overlaps",
-    "find_shared",
     "flatten",
     "join_packets",
-    "meetings",
     "name_of_leaf",
     "split_packet",
     "unflatten",
@@ -141,96 +136,6 @@ def split_packet(packet: Packet) -> list[Packet]:
         packets.append(Packet(leaves, structure, needs, packet.ready, overlaps))
         start = end
     return packets
-
-
-class _Place(NamedTuple):
-    """Where a tensor is in memory.
-
-    Attributes:
-        begin: Address of its first byte.
-        end: Address behind its last byte.
-        leaf: Index of the leaf that it is, or is a part of.
-        array: For numpy to compare and never to read; None where the elements' places are unknown.
-    """
-
-    begin: float
-    end: float
-    leaf: int
-    array: np.ndarray | None
-
-    @classmethod
-    def of(cls, tensor: Tensor, leaf: int) -> _Place:
-        """Find out where a tensor with elements is."""
-        begin = tensor.data_ptr()
-        if not begin:  # subclasses of torch.Tensor may keep their elements elsewhere
-            return cls(0, math.inf, leaf, None)
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        length = 1 + sum((n - 1) * step for n, step in steps)
-        end = begin + length * tensor.element_size()
-        return cls(begin, end, leaf, np.asarray(_Address(tensor)))
-
-    def meets(self, other: _Place) -> bool:
-        """Tell whether two tensors in one storage have, or may have, an element in common."""
-        if self.array is None or other.array is None:
-            return True
-        try:
-            return np.shares_memory(self.array, other.array, max_work=10_000)  # type: ignore[arg-type]
-        except np.exceptions.TooHardError:
-            return True
-
-
-class _Address:
-    """The elements of a tensor, as numpy asks for them."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        size = tensor.element_size()
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": tuple(tensor.shape),
-            "strides": tuple(stride * size for stride in tensor.stride()),
-            "typestr": f"|V{size}",
-            "data": (tensor.data_ptr(), True),
-        }
-
-
-def meetings(leaves: Sequence[Any]) -> list[tuple[int, int]]:
-    """List the pairs of tensors that have memory in common, by index: the earlier leaf, the later.
-
-    The parts of sparse and nested ones count too. Two views of one tensor that have no element in
-    common, as `torch.chunk` makes them, do not meet.
-
-    Complexity:
-        O(n log n) for n tensors side by side, and O(v^2) for v of them across each other.
-    """
-    by_storage: dict[int, list[tuple[int, Tensor]]] = {}
-    for k, leaf in enumerate(leaves):
-        for part in parts_of(leaf) if isinstance(leaf, Tensor) else ():
-            if has_storage(part) and part.numel():
-                by_storage.setdefault(storage_key(part), []).append((k, part))
-    found = set()
-    for parts in by_storage.values():
-        if len(parts) > 1:
-            places = sorted((_Place.of(part, k) for k, part in parts), key=lambda at: at.begin)
-            for i, one in enumerate(places):
-                for j in range(i + 1, len(places)):
-                    other = places[j]
-                    if other.begin >= one.end:
-                        break
-                    if one.leaf != other.leaf and one.meets(other):
-                        found.add((min(one.leaf, other.leaf), max(one.leaf, other.leaf)))
-    return sorted(found)
-
-
-def find_shared(leaves: Sequence[Any], others: Sequence[Any]) -> frozenset[int]:
-    """Return the indices of the tensors that have memory in common with one of the others."""
-    pairs = meetings([*leaves, *others]) if others else []
-    return frozenset(k for k, other in pairs if k < len(leaves) <= other)
-
-
-def find_overlaps(leaves: Sequence[Any]) -> frozenset[int]:
-    """Return the indices of the tensors that have memory in common with another one."""
-    pairs = meetings(leaves) if len(leaves) > 1 else []
-    return frozenset(k for pair in pairs for k in pair)
 
 
 #: How deep objects are searched for tensors, and how many of them for one value.

@@ -41,11 +41,11 @@ from gpipebal.pipeline.values.microbatch import (
     Packet,
     check_travels,
     copied,
-    find_shared,
     flatten,
     unflatten,
     which_need_gradient,
 )
+from gpipebal.pipeline.values.places import find_shared
 from gpipebal.pipeline.values.tensors import version_of
 from gpipebal.pipeline.workers.blame import next_node, note_no_graph
 from gpipebal.pipeline.workers.facts import MOST_KINDS, Facts, was_written
