@@ -24,7 +24,7 @@ from gpipebal.pipeline.minibatch.target import Target
 from gpipebal.pipeline.process.phase import is_checkpointing
 from gpipebal.pipeline.values.lane import Events, Lane
 from gpipebal.pipeline.values.microbatch import Packet, flatten
-from gpipebal.pipeline.workers.partition import Tail
+from gpipebal.pipeline.workers.passes import Tail
 from gpipebal.pipeline.workers.tied import leaves_behind
 
 __all__ = ["MicroBatchLoss", "Reduction", "call_loss", "check_loss"]

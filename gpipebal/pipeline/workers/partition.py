@@ -20,7 +20,7 @@ Which outputs are copied before they are sent is decided in every forward (`retu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -34,8 +34,6 @@ from gpipebal.pipeline.layers.cached_weights import forget_cached_weights
 from gpipebal.pipeline.layers.modules import Modules
 from gpipebal.pipeline.layers.recomputed import Recomputed
 from gpipebal.pipeline.layers.returned import ReturnedTensors
-from gpipebal.pipeline.process.caller import CallerState
-from gpipebal.pipeline.randomness.randomness import OwnRandomness
 from gpipebal.pipeline.values.microbatch import (
     Call,
     Packet,
@@ -51,24 +49,11 @@ from gpipebal.pipeline.workers.blame import next_node, note_no_graph
 from gpipebal.pipeline.workers.facts import MOST_KINDS, Facts, was_written
 from gpipebal.pipeline.workers.inbox import InboxClosedError
 from gpipebal.pipeline.workers.input_writes import ONE_BY_ONE, LateWrites, Watch
+from gpipebal.pipeline.workers.passes import ForwardResult, Pass
 from gpipebal.skip.skippable import is_skippable
 from gpipebal.skip.tracker import Key, Skips, using
 
-__all__ = ["ForwardResult", "Partition", "Pass", "Route", "Tail"]
-
-
-class Tail(NamedTuple):
-    """What runs after the layers of the last partition, if the pipeline computes the loss.
-
-    Attributes:
-        kind: Names the loss; another may behave differently.
-        run: Returns the loss of an output.
-        asks_for_a_graph: Whether it may compute otherwise if no graph is recorded.
-    """
-
-    kind: Hashable
-    run: Callable[[Any], Tensor]
-    asks_for_a_graph: bool = False
+__all__ = ["Partition", "Route"]
 
 
 class Route(NamedTuple):
@@ -77,45 +62,6 @@ class Route(NamedTuple):
     key: Key
     source: int
     destination: int
-
-
-class Pass(NamedTuple):
-    """What one pass of a micro-batch through the layers depends on.
-
-    Attributes:
-        kind: Kind of the micro-batch, from `kind_of`.
-        state: Settings of the caller.
-        randomness: Random numbers of the micro-batch.
-        tail: Runs after the layers.
-        marks: Receives the number of autograd's next node before each layer.
-    """
-
-    kind: Hashable
-    state: CallerState
-    randomness: OwnRandomness
-    tail: Tail | None
-    marks: list[int]
-
-
-@dataclass
-class ForwardResult:
-    """Outputs of a run of a partition, as leaves, still in the graph if one was recorded.
-
-    Attributes:
-        inputs: Leaves of the input, as they are in the graph if one was recorded.
-        leaves: Leaves of the output.
-        structure: Their pytree.
-        needs_gradient: Which of them need a gradient.
-        kept: What a recompute needs of the buffers; None if there will be none.
-        overlaps: Indices of leaves in the memory of an input that another value on its way shares.
-    """
-
-    inputs: list[Any]
-    leaves: list[Any]
-    structure: Any
-    needs_gradient: list[bool]
-    kept: Kept | None
-    overlaps: frozenset[int]
 
 
 @dataclass(eq=False)
