@@ -70,15 +70,11 @@ class LateWrites:
     Args:
         layers: The partition's layers.
         partition: Which partition it is.
-        describe: Names a layer, given by its index, in an error.
     """
 
-    def __init__(
-        self, layers: Sequence[nn.Module], partition: int, describe: Callable[[int], str]
-    ) -> None:
+    def __init__(self, layers: Sequence[nn.Module], partition: int) -> None:
         self._layers = layers
         self._partition = partition
-        self._describe = describe
         self._noticed: frozenset[int] = frozenset()
 
     def copied(self, packet: Packet, facts: Facts | None) -> Collection[int]:
@@ -96,11 +92,12 @@ class LateWrites:
         late = self._noticed | {0} if _says_in_place(self._layers[0]) else self._noticed
         return facts.written_inputs | uncounted | (late - packet.overlaps)
 
-    def check(self, watch: Watch, *, loss: bool) -> None:
+    def check(self, watch: Watch, describe: Callable[[int], str], *, loss: bool) -> None:
         """Make sure that no layer has written to the input itself.
 
         Args:
             watch: Has counted the writes.
+            describe: Names a layer, given by its index.
             loss: Whether a loss has followed the layers.
 
         Raises:
@@ -113,7 +110,7 @@ class LateWrites:
         k, is_last = found
         more = is_last and (loss or k < len(self._layers) - 1)
         raise ModelError(
-            f"an input of partition {self._partition} was written to while {self._describe(k)} "
+            f"an input of partition {self._partition} was written to while {describe(k)} "
             f"{'or one after it ' if more else ''}ran: by it, or by a layer of another partition "
             "that has the same memory. No layer wrote to it when this kind of micro-batch was "
             "first seen.\n"
@@ -121,12 +118,15 @@ class LateWrites:
             "copy from now on. Or let the layer work on a clone()."
         )
 
-    def check_error(self, error: RuntimeError, k: int, packet: Packet) -> None:
+    def check_error(
+        self, error: RuntimeError, k: int, describe: Callable[[int], str], packet: Packet
+    ) -> None:
         """Make sure that an error is not that of autograd about a write to the input.
 
         Args:
             error: What a layer raised.
             k: Index of the layer.
+            describe: Names a layer, given by its index.
             packet: The input.
 
         Raises:
@@ -139,7 +139,7 @@ class LateWrites:
             self._notice(packet.needs_gradient)
             # A parameter is a leaf too. If it was that, torch's own error comes the next time.
             raise ModelError(
-                f"{self._describe(k)} writes to a tensor that requires a gradient, probably to an "
+                f"{describe(k)} writes to a tensor that requires a gradient, probably to an "
                 f"input of partition {self._partition}: no layer wrote to it when this kind of "
                 "micro-batch was first seen.\n"
                 "Fix: run the mini-batch again: layers write to a copy from now on. Or let the "

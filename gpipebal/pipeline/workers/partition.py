@@ -106,7 +106,7 @@ class Partition:
             [*self.modules, *self.unregistered], self.buffers, self.foreign_buffers
         )
         self._skips = any(map(is_skippable, self.modules))
-        self._late_writes = LateWrites(self.layers, self.index, self.describe)
+        self._late_writes = LateWrites(self.layers, self.index)
 
     def give_up(self) -> None:
         """Start no other layer, and give the layers their buffers back: the worker hangs."""
@@ -286,9 +286,9 @@ class Partition:
                 unflatten(copied(leaves, written), packet.structure), run, watch
             )
         except RuntimeError as error:
-            self._late_writes.check_error(error, self.running, packet)
+            self._late_writes.check_error(error, self.running, self.describe, packet)
             raise
-        self._late_writes.check(watch, loss=run.tail is not None)
+        self._late_writes.check(watch, self.describe, loss=run.tail is not None)
         return value
 
     def _run_layers(self, value: Any, run: Pass, watch: Watch | None = None) -> Any:
