@@ -141,24 +141,68 @@ def test_a_write_to_what_is_also_a_skip_is_refused(checkpoint: CheckpointMode) -
             train(pipe, torch.randn(6, 3), None)
 
 
+class Clamp(nn.Module):
+    """Limits its parameter, without asking autograd, once it is told to."""
+
+    limited = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.given: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.given.append(x.data_ptr())
+        return x * (self.weight.clamp_(max=1) if self.limited else self.weight)
+
+
+REFUSED = "a leaf Variable that requires grad"
+
+
 def test_a_parameter_that_torch_refuses_to_change_gives_torchs_error() -> None:
     """At first it may have been the input; when the layers are looked at again it is not."""
-
-    class Clamp(nn.Module):
-        limited = False
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * (self.weight.clamp_(max=1) if self.limited else self.weight)
-
     clamp = Clamp()
     pipe = GPipe(nn.Sequential(clamp, nn.Linear(3, 3)), [2], checkpoint="never")
-    train(pipe, torch.ones(6, 3), None)
+    x = torch.ones(6, 3, requires_grad=True)
+    train(pipe, x, None)
     clamp.limited = True
     with pytest.raises(ModelError, match="probably to an input"):
+        train(pipe, x, None)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        train(pipe, x, None)
+    # So the input is not copied any more, once the layers have been looked at.
+    clamp.limited = False
+    train(pipe, x, None)
+    clamp.given.clear()
+    train(pipe, x, None)
+    assert clamp.given == [x.data_ptr()]
+
+
+def test_an_input_without_a_gradient_is_not_what_torch_refuses_to_change() -> None:
+    """Nothing but a parameter can be meant: torch's own error comes at once."""
+    clamp = Clamp()
+    pipe = GPipe(nn.Sequential(clamp, nn.Linear(3, 3)), [2], checkpoint="never")
+    x = torch.ones(6, 3)
+    train(pipe, x, None)
+    clamp.limited = True
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=REFUSED):
+            train(pipe, x, None)
+
+
+def test_a_refused_write_of_another_layer_says_nothing_of_the_input() -> None:
+    """A layer that may have written to the input gets a copy, whatever others are refused."""
+    double, clamp = Double(), Clamp()
+    layers = [nn.Linear(3, 3), double, clamp, nn.Linear(3, 3)]
+    pipe = GPipe(nn.Sequential(*layers), [1, 3], checkpoint="never")
+    train(pipe, torch.ones(6, 3), None)
+    double.in_place = True
+    with pytest.raises(ModelError, match=r"layer '1'.* probably to an input"):
         train(pipe, torch.ones(6, 3), None)
-    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+    double.in_place, clamp.limited = False, True
+    with pytest.raises(RuntimeError, match=REFUSED):
         train(pipe, torch.ones(6, 3), None)
+    clamp.limited = False
+    train(pipe, torch.ones(6, 3), None)
+    double.in_place = True
+    train(pipe, torch.ones(6, 3), None)

@@ -5,6 +5,10 @@ write to. A layer may begin to do so later: a dropout in place whose probability
 layer with a switch. Where the first module says so beforehand its input is copied in any case. Any
 other write is noticed by the tensors' counts of writes, or refused by autograd; then the mini-batch
 fails, because the memory may be the caller's, and the partition copies this leaf from then on.
+
+Autograd does not say which tensor it has refused to write to: one of the input, or a parameter of
+the layer. So all leaves that it may be are suspected, and copied. If it then refuses a write of the
+same layer again it was none of them, and no more is copied.
 """
 
 from __future__ import annotations
@@ -76,6 +80,8 @@ class LateWrites:
         self._layers = layers
         self._partition = partition
         self._noticed: frozenset[int] = frozenset()
+        # By layer: leaves one of which it was perhaps refused to write to.
+        self._suspected: dict[int, frozenset[int]] = {}
 
     def copied(self, packet: Packet, facts: Facts | None) -> Collection[int]:
         """Return the indices of the leaves that layers write to, or may write to undetected.
@@ -89,7 +95,9 @@ class LateWrites:
         # Tensors made in inference mode count no writes: an unchanged value once proves nothing.
         uncounted = {k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_inference()}
         # Modules that work in place take one tensor.
-        late = self._noticed | {0} if _says_in_place(self._layers[0]) else self._noticed
+        late = self._noticed.union(*self._suspected.values())
+        if _says_in_place(self._layers[0]):
+            late |= {0}
         return facts.written_inputs | uncounted | (late - packet.overlaps)
 
     def check(self, watch: Watch, describe: Callable[[int], str], *, loss: bool) -> None:
@@ -106,7 +114,7 @@ class LateWrites:
         found = watch.writer()
         if found is None:
             return
-        self._notice(watch.written())
+        self._noticed |= {i for i, is_written in enumerate(watch.written()) if is_written}
         k, is_last = found
         more = is_last and (loss or k < len(self._layers) - 1)
         raise ModelError(
@@ -119,7 +127,12 @@ class LateWrites:
         )
 
     def check_error(
-        self, error: RuntimeError, k: int, describe: Callable[[int], str], packet: Packet
+        self,
+        error: RuntimeError,
+        k: int,
+        describe: Callable[[int], str],
+        packet: Packet,
+        copied: Collection[int],
     ) -> None:
         """Make sure that an error is not that of autograd about a write to the input.
 
@@ -128,26 +141,33 @@ class LateWrites:
             k: Index of the layer.
             describe: Names a layer, given by its index.
             packet: The input.
+            copied: Indices of the leaves that layers had copies of, to which they may write.
 
         Raises:
-            ModelError: it is.
+            ModelError: it may be.
         """
-        is_refusal = False
-        with suppress(Exception):  # the error's own class may refuse to be read
-            is_refusal = _REFUSAL in str(error)
-        if is_refusal:
-            self._notice(packet.needs_gradient)
-            # A parameter is a leaf too. If it was that, torch's own error comes the next time.
-            raise ModelError(
-                f"{describe(k)} writes to a tensor that requires a gradient, probably to an "
-                f"input of partition {self._partition}: no layer wrote to it when this kind of "
-                "micro-batch was first seen.\n"
-                "Fix: run the mini-batch again: layers write to a copy from now on. Or let the "
-                "layer work on a clone()."
-            ) from error
+        if not _is_refusal(error):
+            return
+        needs = packet.needs_gradient
+        suspected = frozenset(i for i, it_needs in enumerate(needs) if it_needs and i not in copied)
+        if not suspected:
+            self._suspected.pop(k, None)
+            return
+        self._suspected[k] = self._suspected.get(k, frozenset()) | suspected
+        raise ModelError(
+            f"{describe(k)} writes to a tensor that requires a gradient, probably to an "
+            f"input of partition {self._partition}: no layer wrote to it when this kind of "
+            "micro-batch was first seen.\n"
+            "Fix: run the mini-batch again: layers write to a copy from now on. Or let the "
+            "layer work on a clone()."
+        ) from error
 
-    def _notice(self, written: Sequence[bool]) -> None:
-        self._noticed |= {k for k, is_written in enumerate(written) if is_written}
+
+def _is_refusal(error: RuntimeError) -> bool:
+    """Tell whether autograd has refused to write to a leaf."""
+    with suppress(Exception):  # the error's own class may refuse to be read
+        return _REFUSAL in str(error)
+    return False
 
 
 def _says_in_place(layer: nn.Module) -> bool:

@@ -20,7 +20,7 @@ Which outputs are copied before they are sent is decided in every forward (`retu
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -191,7 +191,14 @@ class Partition:
             inputs = copied(leaves, range(len(leaves)) if protect else packet.overlaps)
             versions = [version_of(leaf) for leaf in inputs]
             counts = self._returned.count(run.state, first=True)
-            outputs, structure = flatten(self._run_layers(unflatten(inputs, packet.structure), run))
+            try:
+                outputs, structure = flatten(
+                    self._run_layers(unflatten(inputs, packet.structure), run)
+                )
+            except RuntimeError as error:
+                if protect:  # all are copies
+                    self._check_error(error, packet, range(len(inputs)))
+                raise
             outputs = self._returned.send(outputs, counts, run.state)
         needs = which_need_gradient(outputs)
         changed = self.buffers.note_changed(before)
@@ -286,10 +293,14 @@ class Partition:
                 unflatten(copied(leaves, written), packet.structure), run, watch
             )
         except RuntimeError as error:
-            self._late_writes.check_error(error, self.running, self.describe, packet)
+            self._check_error(error, packet, written)
             raise
         self._late_writes.check(watch, self.describe, loss=run.tail is not None)
         return value
+
+    def _check_error(self, error: RuntimeError, packet: Packet, copied: Collection[int]) -> None:
+        """Make sure that an error of a layer does not come from a write to the input."""
+        self._late_writes.check_error(error, self.running, self.describe, packet, copied)
 
     def _run_layers(self, value: Any, run: Pass, watch: Watch | None = None) -> Any:
         forget_cached_weights(self.modules)
