@@ -33,6 +33,7 @@ from gpipebal.pipeline.minibatch.inputs import (
 from gpipebal.pipeline.minibatch.loss import MicroBatchLoss, Reduction
 from gpipebal.pipeline.minibatch.minibatch import MiniBatch
 from gpipebal.pipeline.process.caller import warn_caller, whole_call
+from gpipebal.pipeline.process.forks import open_in_child
 from gpipebal.pipeline.workers.runtime import Runtime, check_shared
 from gpipebal.plan import Plan
 from gpipebal.problem.bounds import partition_of_layers
@@ -43,7 +44,7 @@ from gpipebal.skip.layout import find_skips
 __all__ = ["GPipe"]
 
 # Two first forwards at once must not make two sets of workers for the same layers.
-_starting = threading.Lock()
+_starting = open_in_child(threading.Lock())
 
 
 class GPipe(Container):

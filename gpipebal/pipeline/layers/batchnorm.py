@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpipebal.pipeline.process.forks import open_in_child
 from gpipebal.pipeline.process.phase import is_recomputing
 from gpipebal.pipeline.values.lane import record_stream
 from gpipebal.pipeline.values.tensors import copy_of, version_of
@@ -37,7 +38,7 @@ __all__ = [
 
 D = TypeVar("D", bound="DeferredBatchNorm")
 
-_committing = threading.Lock()
+_committing = open_in_child(threading.Lock())
 
 
 class _Moments:

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from gpipebal.pipeline.process.forks import in_child, open_in_child
+
 __all__ = ["SharedBlocks", "all_shared_blocks"]
 
 _all: list[SharedBlocks] = []
@@ -26,11 +28,12 @@ class SharedBlocks:
 
     def __init__(self, install: Callable[[], bool | None], remove: Callable[[], None]) -> None:
         self._install, self._remove = install, remove
-        self._lock = threading.Lock()
+        self._lock = open_in_child(threading.Lock())
         self._is_installed = False
         #: Blocks of each thread, by its number; a thread without any is not in it.
         self._counts: dict[int, int] = {}
         _all.append(self)
+        in_child(self._keep_own)
 
     def here(self) -> int:
         """Return how many blocks this thread is in."""
@@ -64,6 +67,12 @@ class SharedBlocks:
             leave(*error)
         finally:
             self.leave()
+
+    def _keep_own(self) -> None:
+        """Keep the blocks of this thread, which is the only one of a forked child."""
+        n_blocks = self.here()
+        self._counts.clear()
+        self.leave_all_but(n_blocks)
 
     def leave_all_but(self, n_blocks: int) -> None:
         """End the blocks of this thread but for so many, the first ones."""

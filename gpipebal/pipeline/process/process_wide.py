@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.backends import cuda
 
+from gpipebal.pipeline.process.forks import in_child, open_in_child
+
 __all__ = ["Settings", "current_settings", "settings_entered"]
 
 #: The value of each setting.
@@ -35,7 +37,7 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
 )
 
-_changing = threading.Lock()
+_changing = open_in_child(threading.Lock())
 #: What each phase inside wants, in the order in which they began.
 _inside: list[list[Settings]] = []
 #: What was set before the first of them.
@@ -78,3 +80,15 @@ def settings_entered(wanted: Settings) -> Iterator[None]:
                     is_kernel = write is not torch.set_default_dtype and not _inside
                     if is_now != then and (is_now == value or is_kernel):
                         write(then)
+
+
+def _leave_others() -> None:
+    """Put back, in a forked child, what was set before the phases: their threads are not there."""
+    if _inside:
+        _inside.clear()
+        for (read, write), value in zip(_SETTINGS, _outside, strict=True):
+            if read() != value:
+                write(value)
+
+
+in_child(_leave_others)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from gpipebal.errors import PipelineError
+from gpipebal.pipeline.process.forks import in_child, open_in_child
 
 __all__ = [
     "Strays",
@@ -48,7 +49,7 @@ _seeding: set[Any] = set()
 
 #: Held while a default generator is read, advanced, or temporarily has another state. It knows its
 #: owner, who can so release it after an interrupt without knowing whether it came before or after.
-default_generators = threading.RLock()
+default_generators = open_in_child(threading.RLock())
 
 #: Bytes of the seed that a state begins with; half of a mark is the same in all marks.
 _HEAD = 8
@@ -57,6 +58,7 @@ _n_lent = count()
 #: Those of the phases that are under way; changed and read while holding `default_generators`,
 #: unless a worker that hangs has that for ever.
 _noting: list[Strays] = []
+in_child(_noting.clear)
 #: The first bytes of the states that were last lent on devices other than the CPU.
 _heads: deque[bytes] = deque(maxlen=1000)
 #: The first bytes of states that the process's generator had when phases of mini-batches began.

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch._guards import TracingContext
 
+from gpipebal.pipeline.process.forks import open_in_child
 from gpipebal.pipeline.process.modes import ThreadedDispatchMode
 
 __all__ = ["Draw", "catch_random_operations", "current_draw", "prepare"]
@@ -44,7 +45,7 @@ NEVER_DRAW = frozenset(
 
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
-_installing = threading.Lock()
+_installing = open_in_child(threading.Lock())
 _current = threading.local()
 
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.process.engine_state import current_backward, is_transformed
+from gpipebal.pipeline.process.forks import open_in_child
 from gpipebal.pipeline.randomness.lent import run_with_default
 from gpipebal.pipeline.randomness.random_ops import (
     catch_random_operations,
@@ -45,7 +46,7 @@ __all__ = [
 States = list[tuple[torch.Generator, Tensor]]
 
 # For a generator that layers of two partitions share: its state is noted and drawn from in one go.
-_given_generators = threading.Lock()
+_given_generators = open_in_child(threading.Lock())
 
 
 class OwnRandomness:

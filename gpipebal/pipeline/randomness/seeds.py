@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from gpipebal.pipeline.process.forks import in_child
 from gpipebal.pipeline.randomness.lent import Strays, bytes_of_state, default_generators, note_home
 
 __all__ = ["MiniBatchSeed", "cell_seed", "draw_seed"]
@@ -29,6 +30,7 @@ _PATIENCE = 5.0
 
 #: How many phases that began with a given state are under way: each has a seed of its own.
 _under_way: Counter[int] = Counter()
+in_child(_under_way.clear)
 
 
 def cell_seed(seed: int, layer: int | str, micro_batch: int) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from gpipebal.errors import PipelineTimeoutError
+from gpipebal.pipeline.process.forks import open_in_child
 from gpipebal.pipeline.workers.partition import Partition
 from gpipebal.schedule import Action
 from gpipebal.schedule.actions import ACTION_NAMES
@@ -18,7 +19,7 @@ from gpipebal.schedule.actions import ACTION_NAMES
 __all__ = ["Activity", "timeout_error", "where"]
 
 #: Held while a thread looks at the stacks of all threads.
-_looking = threading.Lock()
+_looking = open_in_child(threading.Lock())
 
 #: Lines of a worker's stack that an error shows.
 _FRAMES = 4

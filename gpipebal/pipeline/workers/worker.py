@@ -30,6 +30,7 @@ from queue import SimpleQueue
 import torch
 
 from gpipebal.errors import PipelineError
+from gpipebal.pipeline.process.forks import open_in_child
 from gpipebal.pipeline.values.lane import Lane
 from gpipebal.pipeline.workers.activity import Activity, timeout_error
 from gpipebal.pipeline.workers.inbox import Flag, Stop
@@ -54,7 +55,7 @@ _LOOK_UP = 0.1
 _COMPUTING = 0.01
 
 # Starting workers temporarily changes the process's number of threads: one pool at a time.
-_starting = threading.Lock()
+_starting = open_in_child(threading.Lock())
 
 
 def given_up_error() -> PipelineError:
@@ -141,7 +142,16 @@ class WorkerPool:
             self._stops.discard(stop)
 
     def check_caller(self) -> None:
-        """Raise PipelineError in one of the pool's own threads, which would wait for itself."""
+        """Make sure that the present thread can wait for the workers.
+
+        Raises:
+            PipelineError: it is one of them, or in another process.
+        """
+        if self.process != os.getpid():
+            raise PipelineError(
+                "a mini-batch that began in the parent process cannot go on in a forked child.\n"
+                "Fix: run forward and backward in the same process."
+            )
         if threading.current_thread() in self.threads:
             raise PipelineError(
                 "a pipeline was called by one of its own layers, which would wait for itself.\n"
@@ -159,11 +169,6 @@ class WorkerPool:
             PipelineError: the pool is closed, belongs to another process, or is waited for by one
                 of its own workers.
         """
-        if self.process != os.getpid():
-            raise PipelineError(
-                "a mini-batch that began in the parent process cannot go on in a forked child.\n"
-                "Fix: run forward and backward in the same process."
-            )
         self.check_caller()
         if self._is_exit and threading.current_thread() is not threading.main_thread():
             # A daemon thread that is about to end, perhaps inside torch: see MiniBatch.
