@@ -99,8 +99,8 @@ def measure_memory(
     states = [] if optimizer is None else optimizer_states(optimizer)
     ledger.keep(_kept_in(pipe, states))
     devices = sorted({device for device in pipe.devices if device.type == "cuda"}, key=str)
-    pipe.start_metering(ledger)
     try:
+        pipe.start_metering(ledger)
         for device in devices:
             torch.cuda.reset_peak_memory_stats(device)
         ledger.start_peak()
@@ -108,7 +108,11 @@ def measure_memory(
         with run_eagerly(), ledger.watch(len(pipe.balance) - 1, follow=True):
             yield meter
     finally:
-        pipe.stop_metering()
+        try:
+            pipe.stop_metering(ledger)
+        except BaseException:  # an interrupt came in between
+            pipe.stop_metering(ledger)
+            raise
         meter._end()
         for device in devices:
             meter.device_peak_bytes[str(device)] = torch.cuda.max_memory_allocated(device)

@@ -41,8 +41,12 @@ def trace(pipe: GPipe) -> Iterator[Recorder]:
     """
     check_kind("pipe", pipe, GPipe, "pipe = GPipe(model, balance)")
     recorder = Recorder()
-    pipe.start_recording(recorder)
     try:
+        pipe.start_recording(recorder)
         yield recorder
     finally:
-        pipe.stop_recording()
+        try:
+            pipe.stop_recording(recorder)
+        except BaseException:  # an interrupt came in between
+            pipe.stop_recording(recorder)
+            raise

@@ -190,9 +190,10 @@ class Container(nn.Module):
             )
         self._recorder = recorder
 
-    def stop_recording(self) -> None:
-        """End what `start_recording` began."""
-        self._recorder = None
+    def stop_recording(self, recorder: Recorder) -> None:
+        """End what `start_recording` began with this recorder, if it did."""
+        if self._recorder is recorder:
+            self._recorder = None
 
     def start_metering(self, ledger: Ledger) -> None:
         """Let `measure_memory` watch the coming mini-batches."""
@@ -202,9 +203,10 @@ class Container(nn.Module):
             )
         self._ledger = ledger
 
-    def stop_metering(self) -> None:
-        """End what `start_metering` began."""
-        self._ledger = None
+    def stop_metering(self, ledger: Ledger) -> None:
+        """End what `start_metering` began with this ledger, if it did."""
+        if self._ledger is ledger:
+            self._ledger = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A trace or meter that watches this object does not watch a copy.

@@ -54,19 +54,25 @@ class SharedBlocks:
 
     def enter_with(self, enter: Callable[[], Any]) -> Any:
         """Begin a block, then enter something; if that fails, the block is over too."""
-        self.enter()
+        n_blocks = self.here()
         try:
+            self.enter()
             return enter()
         except BaseException:
-            self.leave()
+            self.leave_all_but(n_blocks)
             raise
 
     def leave_with(self, leave: Callable[..., Any], *error: Any) -> None:
         """Leave what `enter_with` has entered, then end the block, also if leaving fails."""
+        n_blocks = max(0, self.here() - 1)
         try:
             leave(*error)
         finally:
-            self.leave()
+            try:
+                self.leave_all_but(n_blocks)
+            except BaseException:  # an interrupt came in between
+                self.leave_all_but(n_blocks)
+                raise
 
     def _keep_own(self) -> None:
         """Keep the blocks of this thread, which is the only one of a forked child."""

@@ -31,11 +31,16 @@ def run_eagerly() -> Iterator[None]:
     What is compiled stays compiled, and runs compiled again after the block. Where nothing was ever
     compiled, torch's compiler is not even imported.
     """
-    _blocks.enter()
+    n_blocks = _blocks.here()
     try:
+        _blocks.enter()
         yield
     finally:
-        _blocks.leave()
+        try:
+            _blocks.leave_all_but(n_blocks)
+        except BaseException:  # an interrupt came in between
+            _blocks.leave_all_but(n_blocks)
+            raise
 
 
 class EagerDispatchMode(ThreadedDispatchMode):

@@ -62,7 +62,11 @@ def no_notes_left() -> Iterator[None]:
         _blocks.enter()
         yield
     finally:
-        _blocks.leave_all_but(n_blocks)
+        try:
+            _blocks.leave_all_but(n_blocks)
+        except BaseException:  # an interrupt came in between
+            _blocks.leave_all_but(n_blocks)
+            raise
 
 
 def notes() -> list[bool]:

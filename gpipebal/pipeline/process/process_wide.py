@@ -70,16 +70,26 @@ def settings_entered(wanted: Settings) -> Iterator[None]:
                         write(value)
         yield
     finally:
-        with _changing:
-            _inside[:] = [other for other in _inside if other is not mine]
-            after = _inside[-1][0] if _inside else _outside
-            now = current_settings()
-            if now != after:
-                columns = zip(_SETTINGS, now, wanted, after, strict=True)
-                for (_, write), is_now, value, then in columns:
-                    is_kernel = write is not torch.set_default_dtype and not _inside
-                    if is_now != then and (is_now == value or is_kernel):
-                        write(then)
+        try:
+            _leave(mine)
+        except BaseException:  # an interrupt came in between
+            _leave(mine)
+            raise
+
+
+def _leave(mine: list[Settings]) -> None:
+    """Leave a phase; harmless when repeated."""
+    (wanted,) = mine
+    with _changing:
+        _inside[:] = [other for other in _inside if other is not mine]
+        after = _inside[-1][0] if _inside else _outside
+        now = current_settings()
+        if now != after:
+            columns = zip(_SETTINGS, now, wanted, after, strict=True)
+            for (_, write), is_now, value, then in columns:
+                is_kernel = write is not torch.set_default_dtype and not _inside
+                if is_now != then and (is_now == value or is_kernel):
+                    write(then)
 
 
 def _leave_others() -> None:

@@ -127,8 +127,8 @@ class Strays:
         _noting.append(self)
 
     def end(self) -> None:
-        """Note no more."""
-        _noting.remove(self)
+        """Note no more. Harmless when repeated."""
+        _noting[:] = [one for one in _noting if one is not self]
 
     def note(self, state: Tensor) -> None:
         """Remember a state."""

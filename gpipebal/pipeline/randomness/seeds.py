@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 
@@ -28,8 +27,9 @@ __all__ = ["MiniBatchSeed", "cell_seed", "draw_seed"]
 #: Seconds to wait for an operation that holds `default_generators`.
 _PATIENCE = 5.0
 
-#: How many phases that began with a given state are under way: each has a seed of its own.
-_under_way: Counter[int] = Counter()
+#: Mini-batches in a phase that is under way, and the hash of the state that it began with: of those
+#: with one state each has a seed of its own.
+_under_way: dict[MiniBatchSeed, int] = {}
 in_child(_under_way.clear)
 
 
@@ -81,29 +81,47 @@ class MiniBatchSeed:
         if self._inside is not None:
             yield
             return
-        is_new = self._value is None
-        with _held_for_a_while():
-            before = _state()
-            note_home(before)
-            key = hash(before)
-            self._begun = before, _under_way[key]
-            _under_way[key] += 1
-            self._strays.begin()
+        is_new, before = self._value is None, b""
         try:
+            with _held_for_a_while():
+                before = _state()
+                note_home(before)
+                self._begun = before, list(_under_way.values()).count(hash(before))
+                _under_way[self] = hash(before)
+                self._strays.begin()
             yield
         finally:
-            with _held_for_a_while():
-                _under_way[key] -= 1
-                if not _under_way[key]:
-                    del _under_way[key]
-                now = torch.default_generator.get_state()
-                self._strays.end()
-                if now in self._strays or hash(bytes_of_state(now)) in self._earlier - {key}:
-                    old = torch.frombuffer(bytearray(before), dtype=torch.uint8)
-                    torch.default_generator.set_state(old)
-                self._earlier.add(key)
-                if is_new and self._value is not None:
-                    _go_on()
+            try:
+                self._end_phase(before, is_new)
+            except BaseException:  # an interrupt came in between
+                self._forget_phase()
+                raise
+
+    def _end_phase(self, before: bytes, is_new: bool) -> None:
+        """End a phase.
+
+        Args:
+            before: The state that it began with; empty if it was interrupted before.
+            is_new: Whether there was no seed before.
+        """
+        with _held_for_a_while():
+            self._forget_phase()
+            if before:
+                self._put_back(before)
+            if is_new and self._value is not None:
+                _go_on()
+
+    def _forget_phase(self) -> None:
+        _under_way.pop(self, None)
+        self._strays.end()
+
+    def _put_back(self, before: bytes) -> None:
+        """Put back the state that a phase began with, if another one that was saved is there."""
+        now, key = torch.default_generator.get_state(), hash(before)
+        if now in self._strays or hash(bytes_of_state(now)) in self._earlier - {key}:
+            old = torch.frombuffer(bytearray(before), dtype=torch.uint8)
+            torch.default_generator.set_state(old)
+        self._earlier.add(key)
 
 
 @contextmanager
@@ -113,8 +131,11 @@ def _held_for_a_while() -> Iterator[None]:
         default_generators.acquire(timeout=_PATIENCE)
         yield
     finally:
-        with suppress(RuntimeError):  # another thread has it
+        # Not with suppress: an interrupt could come in between.
+        try:  # noqa: SIM105
             default_generators.release()
+        except RuntimeError:  # another thread has it
+            pass
 
 
 def _state() -> bytes:
