@@ -167,6 +167,87 @@ def _note_what_follows(
                 break
 
 
+class _Loan:
+    """A state that the process's default generator is lent while one operation draws.
+
+    Other code, which knows nothing of it, may set the generator meanwhile: then the operation has
+    drawn from something else, and is to be run again.
+
+    Args:
+        generator: Has the state, and gets the state after the operation.
+        default: The default generator of its device.
+        operation: The operation.
+    """
+
+    def __init__(
+        self, generator: torch.Generator, default: torch.Generator, operation: Any
+    ) -> None:
+        self._generator, self._default, self._operation = generator, default, operation
+        self._is_cpu = generator.device.type == "cpu"
+        self._before, self._ours = default.get_state(), generator.get_state()
+        self._seed = _head_of(self._ours)
+        # How many runs in a row have left the state as it was, or have ended with the same one.
+        self._n_unmoved = self._n_alike = 0
+        self._earlier: Tensor | None = None
+        # States that the default generator had after runs that did not count.
+        self._disturbed: list[Tensor] = []
+
+    def begin(self) -> None:
+        """Lend the state, before the operation runs."""
+        if self._is_cpu:
+            mark_as_lent(self._ours)
+        else:  # there the numbers depend on the seed: no mark
+            _note_head(self._ours)
+            note_home(bytes_of_state(self._before))
+        self._default.set_state(self._ours)
+
+    def end(self) -> bool:
+        """Look at the state after the operation; tell whether it has drawn from ours, or seeded."""
+        after = self._default.get_state()
+        is_unmoved = _is_same(after, self._ours)
+        self._n_unmoved = self._n_unmoved + 1 if is_unmoved else 0
+        if self._n_unmoved == _NOTHING and self._operation.namespace != "aten":
+            _without_draws.add(self._operation)
+        is_ours = _head_of(after) == _head_of(self._ours)
+        if is_ours and (not is_unmoved or self.draws_nothing or self._operation._schema.is_mutable):
+            _set_head(after, self._seed)
+            self._generator.set_state(after)
+            return True
+        is_alike = self._earlier is not None and _is_same(after, self._earlier)
+        self._n_alike = self._n_alike + 1 if is_alike else 1
+        self._earlier = after
+        if self._n_alike == _ITSELF and self._operation.namespace != "aten":
+            _seeding.add(self._operation)
+        is_known = _head_of(after) == _head_of(self._before) or _is_of_process(after)
+        if not is_unmoved and (not is_known or self._operation in _seeding):
+            # The operation itself has set the seed, and may draw what it likes.
+            self._generator.set_state(after)
+            self._disturbed = []
+            return True
+        # Code that knows nothing of this lending has meanwhile put back some earlier state, as
+        # torch.utils.checkpoint does in a layer of another partition.
+        _note_stray(after)
+        if not any(_is_same(after, known) for known in self._disturbed[-_FEW:]):
+            self._disturbed.append(after)
+        return False
+
+    @property
+    def draws_nothing(self) -> bool:
+        """Whether the operation is taken to draw nothing."""
+        return self._n_unmoved == _NOTHING or self._operation in _without_draws
+
+    @property
+    def met(self) -> list[Tensor]:
+        """States from which it may have drawn unseen, where others may have saved what followed."""
+        if not (self._disturbed and self._is_cpu) or self.draws_nothing:
+            return []
+        return [self._before, *self._disturbed[1 - _FEW :]]
+
+    def give_back(self) -> None:
+        """Give the default generator its own state back."""
+        self._default.set_state(self._before)
+
+
 def run_with_default(generator: torch.Generator, operation: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation that reads the process's default generator, which is lent a state for it.
 
@@ -186,52 +267,20 @@ def run_with_default(generator: torch.Generator, operation: Any, args: Any, kwar
         else torch.default_generator
     )
     with default_generators:
-        before, ours = default.get_state(), generator.get_state()
-        seed, n_unmoved, n_alike = _head_of(ours), 0, 0
-        earlier: Tensor | None = None
-        disturbed: list[Tensor] = []
+        loan = _Loan(generator, default, operation)
         try:
             for _ in range(_TRIES):
-                if device.type == "cpu":
-                    mark_as_lent(ours)
-                else:  # there the numbers depend on the seed: no mark
-                    _note_head(ours)
-                    note_home(bytes_of_state(before))
-                default.set_state(ours)
+                loan.begin()
                 result = operation(*args, **kwargs)
-                after = default.get_state()
-                is_unmoved = _is_same(after, ours)
-                n_unmoved = n_unmoved + 1 if is_unmoved else 0
-                if n_unmoved == _NOTHING and operation.namespace != "aten":
-                    _without_draws.add(operation)
-                draws_nothing = n_unmoved == _NOTHING or operation in _without_draws
-                is_ours = _head_of(after) == _head_of(ours)
-                if is_ours and (not is_unmoved or draws_nothing or operation._schema.is_mutable):
-                    _set_head(after, seed)
-                    generator.set_state(after)
-                    if disturbed and device.type == "cpu" and not draws_nothing:
-                        met = [before, *disturbed[1 - _FEW :]]
+                if loan.end():
+                    if loan.met:
                         with suppress(Exception):  # the layer has its result
-                            _note_what_follows(met, default, operation, args, kwargs)
+                            _note_what_follows(loan.met, default, operation, args, kwargs)
                     return result
-                n_alike = n_alike + 1 if earlier is not None and _is_same(after, earlier) else 1
-                earlier = after
-                if n_alike == _ITSELF and operation.namespace != "aten":
-                    _seeding.add(operation)
-                is_known = _head_of(after) == _head_of(before) or _is_of_process(after)
-                if not is_unmoved and (not is_known or operation in _seeding):
-                    # The operation itself has set the seed, and may draw what it likes.
-                    generator.set_state(after)
-                    return result
-                # Code that knows nothing of this lending has meanwhile put back some earlier state,
-                # as torch.utils.checkpoint does in a layer of another partition.
-                _note_stray(after)
-                if not any(_is_same(after, known) for known in disturbed[-_FEW:]):
-                    disturbed.append(after)
                 if operation._schema.is_mutable:
                     break
         finally:
-            default.set_state(before)
+            loan.give_back()
     raise PipelineError(
         f"the random numbers of a layer are lost: while {operation} drew, somebody else set the "
         f"state of the default generator of {device}.\n"
