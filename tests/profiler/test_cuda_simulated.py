@@ -17,7 +17,7 @@ from gpipebal.profile import LayerProfile
 from gpipebal.profiler import alone
 from gpipebal.profiler.chain.moving import value_to
 from gpipebal.profiler.chain.value import Value
-from gpipebal.profiler.memory import layer_run
+from gpipebal.profiler.memory import device_ledger
 
 pytestmark = pytest.mark.timeout(120)
 ROWS, COLUMNS = 8, 16
@@ -70,14 +70,14 @@ def skipped() -> nn.Sequential:
 def with_allocator(monkeypatch: pytest.MonkeyPatch, more: int) -> None:
     """Have peaks read from an allocator, which sees what the ledger sees and `more` bytes."""
     begun: list[Ledger] = []
-    plain = layer_run._Peak.__init__
+    plain = device_ledger.Peak.__init__
 
-    def begin(self: Any, ledger: layer_run.DeviceLedger, device: torch.device) -> None:
+    def begin(self: Any, ledger: device_ledger.DeviceLedger, device: torch.device) -> None:
         plain(self, ledger, device)
         self._device, self._allocated = device, sum(ledger.live)
         begun[:] = [ledger]
 
-    monkeypatch.setattr(layer_run._Peak, "__init__", begin)
+    monkeypatch.setattr(device_ledger.Peak, "__init__", begin)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: begun[0].total_peak + more)
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from gpipebal.errors import ProfileError
 from gpipebal.profiler.chain.failures import is_out_of_memory
-from gpipebal.profiler.memory.layer_run import Beside, Given, LayerRun, Surroundings
+from gpipebal.profiler.memory.device_ledger import Beside
+from gpipebal.profiler.memory.layer_run import Given, LayerRun, Surroundings
 
 __all__ = ["BackwardPeaks", "BackwardRun", "ChainedPeak", "FrontPeaks", "GivenMemory", "find_peaks"]
 

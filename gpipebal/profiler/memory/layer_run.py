@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.pipeline.layers.attributes import tensors_in
-from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.pipeline.process.phase import phase
 from gpipebal.pipeline.values.tensors import has_storage, plain_parts, storage_key
 from gpipebal.profiler.chain.chain import Chain
@@ -25,11 +24,11 @@ from gpipebal.profiler.chain.gradients import (
     used_again,
 )
 from gpipebal.profiler.chain.value import Value, random_gradients, roots_of
+from gpipebal.profiler.memory.device_ledger import Beside, DeviceLedger, Peak
 from gpipebal.profiler.memory.own_hooks import OwnHooks, own_hooks_seen
 from gpipebal.profiler.replicas.replica import kept_by
 
 __all__ = [
-    "DeviceLedger",
     "Given",
     "LayerRun",
     "Surroundings",
@@ -41,10 +40,6 @@ __all__ = [
 #: What holds the gradients that a backward is given: its caller, to the end; or nothing else than
 #: the backward, which makes them itself.
 Given = Literal["held"] | Begun
-
-#: For each set of gradients that a backward was given and that lived at one time, by place of the
-#: output, the largest memory of everything else then, beyond what existed before.
-Beside = tuple[tuple[frozenset[int], int], ...]
 
 
 class Surroundings(NamedTuple):
@@ -65,107 +60,15 @@ class Surroundings(NamedTuple):
     stashed: Collection[int] = ()
 
 
-class DeviceLedger(Ledger):
-    """A ledger of one kind of device: what a layer moves to another kind does not count."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._type = device.type
-        self._given: dict[int, tuple[int, object]] = {}
-        self._beside: dict[frozenset[int], int] | None = None
-
-    def start_beside(self, given: Mapping[int, Tensor]) -> None:
-        """From now on, note the most that lives beside some tensors, for each that live.
-
-        Args:
-            given: The tensors, by numbers of their own.
-        """
-        with self._lock:
-            keys = {place: storage_key(one) for place, one in given.items() if has_storage(one)}
-            known = self._references
-            self._given = {place: (key, known[key]) for place, key in keys.items() if key in known}
-            self._beside = {}
-            self._note_beside()
-
-    def beside(self) -> dict[frozenset[int], int]:
-        """Stop that; return the bytes of everything else, for each set of them that lived."""
-        with self._lock:
-            found, self._beside = self._beside, None
-            self._given = {}
-        return found or {}
-
-    def _alive(self) -> dict[int, int]:
-        """Return the bytes of those that live; some may be freed meanwhile, in this thread too."""
-        return {
-            place: self._entries.get(key, (0, 0))[1]
-            for place, (key, one) in self._given.items()
-            if self._references.get(key) is one
-        }
-
-    def _note_beside(self) -> None:
-        if self._beside is not None:
-            alive = self._alive()
-            rest, places = sum(self.live) - sum(alive.values()), frozenset(alive)
-            self._beside[places] = max(rest, self._beside.get(places, 0))
-
-    def _enter(self, tensor: Tensor, owner: int, *, take_over: bool) -> bool:
-        if tensor.device.type != self._type:
-            return False
-        with self._lock:
-            is_new = super()._enter(tensor, owner, take_over=take_over)
-            if is_new:
-                self._note_beside()
-        return is_new
-
-
-class _Peak:
-    """The largest memory from now on, beyond what exists now.
-
-    On CUDA the allocator sees memory that the ledger does not, for example a library's workspace:
-    the larger of the two counts.
-    """
-
-    def __init__(self, ledger: DeviceLedger, device: torch.device) -> None:
-        self._ledger = ledger
-        self._device = device if device.type == "cuda" else None
-        self._at_start = ledger.start_peak()
-        self._allocated = 0
-        if self._device is not None:
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._allocated = torch.cuda.memory_allocated(self._device)
-
-    @property
-    def counted(self) -> int:
-        """Bytes of the peak so far, by the ledger alone."""
-        return self._ledger.total_peak - self._at_start
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the peak so far."""
-        if self._device is None:
-            return self.counted
-        return max(self.counted, torch.cuda.max_memory_allocated(self._device) - self._allocated)
-
-    def beside(self) -> Beside:
-        """Return the largest memory beside what the ledger was told of; see `LayerRun`.
-
-        What only the allocator saw, as if it had been there all the time, is added to everything
-        that the ledger counted: the most of all that lives is then what the allocator says. Which
-        of the tensors lived beside a library's workspace is not known.
-        """
-        more = self.bytes - self.counted - self._at_start
-        return tuple((alive, rest + more) for alive, rest in self._ledger.beside().items())
-
-
 def forward_without_graph(
     chain: Chain, k: int, value: Value, ledger: DeviceLedger
 ) -> tuple[int, int]:
     """Return the largest memory of a forward, and the bytes of the copies made before it."""
     with ledger.watch(0), torch.no_grad(), phase(checkpointing=True):
-        peak = _Peak(ledger, chain.device)
+        peak = Peak(ledger, chain.device)
         _, given = chain.prepare(k, value, wants=False)
         # More than the inputs' own bytes where these have gaps, which copies have too.
-        copies, peak = peak.bytes, _Peak(ledger, chain.device)
+        copies, peak = peak.bytes, Peak(ledger, chain.device)
         chain.call(k, given, value)
     return peak.bytes, copies
 
@@ -212,6 +115,28 @@ class LayerRun(NamedTuple):
         return {place: each is not None and each.is_own for place, each in self.hands_back.items()}
 
 
+class _Forward(NamedTuple):
+    """A forward that has run, with what its backward needs.
+
+    Attributes:
+        inputs: Leaves of autograd.
+        passed: The layer's output.
+        outputs: Its leaves, and what the layer has stashed.
+        peak: The `forward_peak` of `LayerRun`.
+        saved: As there.
+        constant: As there.
+        kept_bytes: As there.
+    """
+
+    inputs: list[Any]
+    passed: Value
+    outputs: list[Any]
+    peak: int
+    saved: dict[int, int]
+    constant: set[int]
+    kept_bytes: int
+
+
 def forward_and_backward(
     chain: Chain,
     k: int,
@@ -230,6 +155,20 @@ def forward_and_backward(
         constants: Tensors that exist all the time.
         around: What is around it.
     """
+    with ledger.watch(0):
+        forward = _run_forward(chain, k, value, ledger, constants, inside=around.inside)
+        return _run_backward(chain, k, forward, ledger, around)
+
+
+def _run_forward(
+    chain: Chain,
+    k: int,
+    value: Value,
+    ledger: DeviceLedger,
+    constants: Iterable[Tensor],
+    *,
+    inside: bool,
+) -> _Forward:
     packed: dict[int, weakref.ref[Any]] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -240,64 +179,70 @@ def forward_and_backward(
         # Not the tensor itself: an output that its own graph saves would never be freed.
         return tensor.detach()
 
-    with ledger.watch(0):
-        inputs, given = chain.prepare(k, value, wants=True, inside=around.inside)
-        before, forward_peak = ledger.live_now(), _Peak(ledger, chain.device)
-        # Within these hooks, so that they are none of the layer's own.
-        with (
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-            own_hooks_seen() as own_hooks,
-        ):
-            passed = chain.call(k, given, value)
-        torch.clear_autocast_cache()  # what only a cache holds is freed after a cell's forward
-        forward_bytes = forward_peak.bytes
-        outputs = chain.outputs(k, passed)
-        layer, born = chain.layers[k], ledger.born_since(before)
-        saved = _saved_in_all(layer, outputs, packed, own_hooks, born, ledger)
-        constant = saved.keys() & {storage_key(tensor) for tensor in constants}
-        live = ledger.live_keys() - constant
-        saved = {key: n_bytes for key, n_bytes in saved.items() if key in live}
-        # What it hands on it may keep for longer than the next layer needs it.
-        elsewhere = {*saved, *map(storage_key, filter(has_storage, given))}
-        kept = [each for each in kept_by(layer) if elsewhere.isdisjoint(_keys_of(each))]
-        ends = [None if place in around.without else leaf for place, leaf in enumerate(outputs)]
-        made: list[Tensor | None] = [None] * len(ends)
-        if around.given == "held":
-            made = [
-                None if end is None else one
-                for end, one in zip(ends, chain.gradients(k, passed), strict=True)
-            ]
-            roots, begun = roots_of(ends, made), dict[int, int]()
-        else:
-            roots, begun = begun_inside(ends, ledger.start_beside, around.given)
-        given_in = memory_of(made)
-        found_again = used_again(inputs, outputs) if chain.has_skips else frozenset[int]()
-        come = [leaf if place in around.stashed else None for place, leaf in enumerate(inputs)]
-        roots += roots_of(come, random_gradients(come))
-        with handed_back(inputs, hold=around.inside or around.given != "held") as back:
-            backward_peak = _Peak(ledger, chain.device)
-            chain.run_backward(roots, inputs, chain.names[k])
-        backward_bytes = max(0, backward_peak.bytes - sum(begun.values()))
-        beside = backward_peak.beside() if begun else ()
-        through = handed_through(inputs, ends, given_in, back)
-        has_copied = any(
+    inputs, given = chain.prepare(k, value, wants=True, inside=inside)
+    before, peak = ledger.live_now(), Peak(ledger, chain.device)
+    # Within these hooks, so that they are none of the layer's own.
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        own_hooks_seen() as own_hooks,
+    ):
+        passed = chain.call(k, given, value)
+    torch.clear_autocast_cache()  # what only a cache holds is freed after a cell's forward
+    n_bytes = peak.bytes
+    outputs = chain.outputs(k, passed)
+    layer, born = chain.layers[k], ledger.born_since(before)
+    saved = _saved_in_all(layer, outputs, packed, own_hooks, born, ledger)
+    constant = saved.keys() & {storage_key(tensor) for tensor in constants}
+    live = ledger.live_keys() - constant
+    saved = {key: size for key, size in saved.items() if key in live}
+    # What it hands on it may keep for longer than the next layer needs it.
+    elsewhere = {*saved, *map(storage_key, filter(has_storage, given))}
+    kept = [each for each in kept_by(layer) if elsewhere.isdisjoint(_keys_of(each))]
+    kept_bytes = _bytes_of_kept(kept, born)
+    return _Forward(inputs, passed, outputs, n_bytes, saved, constant, kept_bytes)
+
+
+def _run_backward(
+    chain: Chain, k: int, forward: _Forward, ledger: DeviceLedger, around: Surroundings
+) -> LayerRun:
+    inputs, outputs = forward.inputs, forward.outputs
+    ends = [None if place in around.without else leaf for place, leaf in enumerate(outputs)]
+    made: list[Tensor | None] = [None] * len(ends)
+    if around.given == "held":
+        made = [
+            None if end is None else one
+            for end, one in zip(ends, chain.gradients(k, forward.passed), strict=True)
+        ]
+        roots, begun = roots_of(ends, made), dict[int, int]()
+    else:
+        roots, begun = begun_inside(ends, ledger.start_beside, around.given)
+    given_in = memory_of(made)
+    found_again = used_again(inputs, outputs) if chain.has_skips else frozenset[int]()
+    come = [leaf if place in around.stashed else None for place, leaf in enumerate(inputs)]
+    roots += roots_of(come, random_gradients(come))
+    with handed_back(inputs, hold=around.inside or around.given != "held") as back:
+        peak = Peak(ledger, chain.device)
+        chain.run_backward(roots, inputs, chain.names[k])
+    n_bytes = max(0, peak.bytes - sum(begun.values()))
+    beside = peak.beside() if begun else ()
+    through = handed_through(inputs, ends, given_in, back)
+    return LayerRun(
+        forward_peak=forward.peak,
+        backward_peak=n_bytes,
+        beside=beside,
+        passed=forward.passed,
+        saved=forward.saved,
+        constant=forward.constant,
+        through=through,
+        kept_bytes=forward.kept_bytes,
+        hands_back=back,
+        has_copied=any(
             each is not None
             and place not in through
             and inputs[place].is_leaf
             and _is_elsewhere(inputs[place].grad, each.key)
             for place, each in back.items()
-        )
-    return LayerRun(
-        forward_peak=forward_bytes,
-        backward_peak=backward_bytes,
-        beside=beside,
-        passed=passed,
-        saved=saved,
-        constant=constant,
-        through=through,
-        kept_bytes=_bytes_of_kept(kept, born),
-        hands_back=back,
-        has_copied=has_copied,
+        ),
         used_again=found_again,
         given=given_in,
         begun=begun,

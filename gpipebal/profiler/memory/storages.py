@@ -24,9 +24,9 @@ from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers, 
 from gpipebal.profiler.chain.value import Value, roots_of
 from gpipebal.profiler.memory.backward_peaks import BackwardRun, find_peaks
 from gpipebal.profiler.memory.buffers import copies_of_large, kept_buffers
+from gpipebal.profiler.memory.device_ledger import DeviceLedger
 from gpipebal.profiler.memory.layer_memory import LayerGradients, LayerMemory
 from gpipebal.profiler.memory.layer_run import (
-    DeviceLedger,
     LayerRun,
     Surroundings,
     forward_and_backward,
