@@ -182,6 +182,56 @@ def test_nothing_new_starts_after_a_fault(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(seen) == 2
 
 
+def test_no_recompute_starts_after_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for nothing that a neighbour sends, and so has to look for itself."""
+    model, faults = make(2)
+    pipe = GPipe(model, [1, 1], chunks=4, checkpoint="always")
+    output = pipe(torch.ones(4, 3))
+    inside, closed, ran = threading.Event(), told_when_closed(monkeypatch), list[str]()
+
+    def slow(place: str) -> None:
+        ran.append(place)
+        if place == "backward":  # of the last micro-batch, until partition 1 has failed
+            inside.set()
+            assert closed.wait(30)
+
+    def fail(place: str) -> None:
+        faults[1].calls += place == "recompute"
+        if faults[1].calls == 2:
+            assert inside.wait(30)
+            raise faults[1].error
+
+    faults[0].maybe, faults[1].maybe = slow, fail  # type: ignore[method-assign]
+    with pytest.raises(OddError):
+        output.sum().backward()
+    assert ran == ["recompute", "backward"]
+
+
+def test_no_backward_from_a_loss_inside_starts_after_a_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once it has all forwards behind it, the last partition waits for nobody either."""
+    model, faults = make(2)
+    pipe = GPipe(model, [1, 1], chunks=4, checkpoint="never")
+    inside, closed, ran = threading.Event(), told_when_closed(monkeypatch), list[str]()
+
+    def slow(place: str) -> None:
+        ran.append(place)
+        if ran.count("backward") == 2:  # until partition 0 has failed in its first one
+            inside.set()
+            assert closed.wait(30)
+
+    def fail(place: str) -> None:
+        if place == "backward":
+            assert inside.wait(30)
+            raise faults[0].error
+
+    faults[0].maybe, faults[1].maybe = fail, slow  # type: ignore[method-assign]
+    with pytest.raises(OddError):
+        pipe.step(torch.ones(4, 3), loss_fn=torch.sum, reduction="sum", schedule="gpipe")
+    assert ran == ["forward"] * 4 + ["backward"] * 2
+
+
 def test_the_first_failure_in_schedule_order_is_raised() -> None:
     """Of several failures the one that comes first in the schedule arrives, and names the rest."""
     model, faults = make(2)
@@ -203,6 +253,26 @@ def test_the_first_failure_in_schedule_order_is_raised() -> None:
     with pytest.raises(RuntimeError, match="left") as caught:
         pipe(torch.ones(3, 3))
     assert any("also failed: in partition 1" in note for note in caught.value.__notes__)
+
+
+def test_of_failures_at_one_time_on_the_way_back_the_later_partitions_is_raised() -> None:
+    """Backwards come from the last partition: if all took as long, these two ran side by side."""
+    model, faults = make(2)
+    both = threading.Barrier(2)
+    for fault, text, turn in zip(faults, ("left", "right"), (1, 2), strict=True):
+        fault.error = RuntimeError(text)
+
+        def meet(place: str, fault: Fault = fault, turn: int = turn) -> None:
+            fault.calls += place == "backward"
+            if place == "backward" and fault.calls == turn:
+                both.wait(30)
+                raise fault.error
+
+        fault.maybe = meet  # type: ignore[method-assign]
+    pipe = GPipe(model, [1, 1], chunks=3, checkpoint="never")
+    with pytest.raises(RuntimeError, match="right") as caught:
+        step(pipe)
+    assert any("also failed: in partition 0" in note for note in caught.value.__notes__)
 
 
 def test_failures_that_cannot_be_described_arrive_all_the_same() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -454,3 +455,32 @@ def test_a_layers_own_backward_adds_to_a_weight_of_two_partitions() -> None:
         output.sum().backward()
         found.append((model[2].found, weight.grad))
     torch.testing.assert_close(found[1], found[0])
+
+
+def test_gradients_of_mini_batches_in_two_threads_are_added_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else one of two sums that are added at the same time would be lost."""
+    layer = nn.Linear(2, 2, bias=False)
+    pipe = GPipe(nn.Sequential(layer, layer), [1, 1])
+    runtime = pipe._started()
+
+    def add_up() -> None:
+        sums: list[Any] = [{layer.weight: (torch.ones(2, 2), ())}, {}]
+        runtime.tied.add_up(sums, runtime.lanes)
+
+    second = threading.Thread(target=add_up)
+    added = tied._added
+
+    def slowly(known: Tensor | None, gradient: Tensor) -> Tensor:
+        if threading.current_thread() is not second:
+            second.start()
+            second.join(0.2)  # it has to wait
+        return added(known, gradient)
+
+    monkeypatch.setattr(tied, "_added", slowly)
+    add_up()
+    second.join(20)
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.tolist() == [[2.0, 2.0]] * 2
+    pipe.close()

@@ -187,6 +187,16 @@ def test_the_loss_inside_takes_its_own_times() -> None:
         assert str(error.value).endswith("Fix: loss_inside=None.")
 
 
+def test_the_callers_loss_may_be_known_by_the_micro_batch_alone() -> None:
+    """Then it goes by their number; the gather, known of the mini-batch, by the rows."""
+    loss = LayerProfile("loss", "loss", 1.0, 3.0, 1.0)
+    profile = gb.Profile.from_costs([1.0, 1.0], [2.0, 2.0], chunks=4)
+    profile = profile.with_step(StepTerms(0.5, loss, optimizer_time=0.25))
+    for chunks, pause in ((4, 16.5), (8, 33.0)):
+        plan = evaluate(profile, [1, 1], chunks=chunks, checkpoint="never")
+        assert (plan.pause_time, plan.step_time) == (pause, plan.makespan + pause + 0.25)
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_one_host_that_launches_for_all_bounds_the_step(inside: bool) -> None:
     """Where launches take as long as the work, partitions do not help; the layers alone overlap."""

@@ -192,6 +192,12 @@ def test_a_surer_size_counts_more() -> None:
     assert miss(10.0) < miss(20.0) < miss(40.0)
 
 
+def test_a_spread_without_bounds_divides_by_no_zero() -> None:
+    """However much sizes varied, they count: a weight as small as that would be 0 in floats."""
+    found, is_good = time_at([(1, 1.0, 1e200), (2, 2.0, 1e200)], 3)
+    assert is_good and found == pytest.approx(3.0)
+
+
 def test_a_time_that_is_no_line_is_interpolated() -> None:
     """Where the best line misses by more than the spread and the tolerance, points are joined."""
     points = [(2, 1.0), (4, 1.0), (8, 9.0)]
