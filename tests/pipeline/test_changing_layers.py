@@ -617,3 +617,48 @@ def test_outputs_that_do_not_go_by_rows_are_refused() -> None:
         torch.testing.assert_close(parameter.grad, gradient)
     flat = GPipe(nn.Sequential(nn.Linear(3, 3), nn.Flatten(0, 1)), [1, 1], chunks=3)
     assert flat(torch.ones(8, 5, 3)).shape == (40, 3)
+
+
+class Opens(nn.Module):
+    """Returns two values, of which the second has a gradient only while it is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.is_open = False
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        other = self.other(x)
+        return self.one(x), other if self.is_open else other.detach()
+
+
+class Total(nn.Module):
+    def forward(self, values: tuple[Tensor, ...]) -> Tensor:
+        return torch.stack(values).sum(0)
+
+
+@MODES
+def test_an_output_that_gets_a_gradient_does_so_at_all_sizes(checkpoint: CheckpointMode) -> None:
+    """What the first micro-batch shows holds for smaller ones, too, which are of another kind."""
+    plain = nn.Sequential(Opens(), Total())
+    pipe = GPipe(copy.deepcopy(plain), [1, 1], chunks=4, checkpoint=checkpoint)
+    for is_open in (False, True, False):
+        plain[0].is_open = pipe[0].is_open = is_open
+        gradients_match(pipe, plain, torch.randn(6, 3))
+
+
+@pytest.mark.parametrize("then", [1, 3])
+def test_another_number_of_outputs_in_the_recompute_is_refused(then: int) -> None:
+    """Whether there are more or fewer."""
+
+    class Repeats(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return (self.linear(x),) * (then if gb.is_recomputing() else 2)
+
+    pipe = GPipe(nn.Sequential(Repeats(), Total()), [1, 1], chunks=2, checkpoint="always")
+    with pytest.raises(ModelError, match="partition 0 cannot be recomputed"):
+        pipe(torch.randn(4, 3)).sum().backward()

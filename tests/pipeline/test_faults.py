@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 import traceback
+import weakref
 from typing import Any
 
 import pytest
@@ -107,6 +108,31 @@ def test_the_original_error_arrives_with_its_place(where: str, layer: int, at: i
     faults[layer].where = ""
     pipe.zero_grad()
     assert torch.equal(step(pipe), expected)
+
+
+class Keeps(nn.Module):
+    """Keeps a tensor in its graph that nobody else has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[weakref.ref[Any]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.tanh()
+        self.kept.append(weakref.ref(y.untyped_storage()))
+        return y * 2
+
+
+def test_an_error_keeps_no_graph_alive() -> None:
+    """Its traceback leads to the mini-batch, which has let go of what backwards would have used."""
+    fault, keeps = Fault(), Keeps()
+    fault.where, fault.at = "forward", 3
+    pipe = GPipe(nn.Sequential(nn.Linear(3, 3), keeps, fault), [2, 1], chunks=4, checkpoint="never")
+    with pytest.raises(OddError) as caught:
+        pipe(torch.ones(8, 3))
+    assert len(keeps.kept) >= 3
+    assert caught.value.__traceback__ is not None
+    assert [one() for one in keeps.kept] == [None] * len(keeps.kept)
 
 
 class EventLane(Lane):
