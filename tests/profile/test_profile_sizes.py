@@ -17,7 +17,15 @@ import gpipebal as gb
 from gpipebal.errors import ProfileError
 from gpipebal.memory import partition_memory
 from gpipebal.profile import LayerProfile, Profile, SkipProfile, StepTerms
-from gpipebal.profile.fit import SURE, TOLERANCE, fit_line, interpolate, time_at
+from gpipebal.profile.fit import (
+    SURE,
+    TOLERANCE,
+    count_at,
+    fit_line,
+    interpolate,
+    peak_at,
+    time_at,
+)
 
 ROWS = st.lists(st.integers(1, 64), min_size=2, max_size=5, unique=True).map(sorted)
 #: Whole numbers of seconds: all sums and products are exact.
@@ -221,6 +229,28 @@ def test_beyond_the_measured_sizes_by_hand() -> None:
     assert [interpolate([(2, 30), (4, 40)], rows) for rows in (1, 6)] == [25, 50]
     assert [interpolate(falling, rows) for rows in (1, 3, 6)] == [60, 40, 20]
     assert [interpolate([(2, 20)], rows) for rows in (1, 3)] == [10, 30]
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(st.integers(1, 40), st.integers(0, 200), min_size=2, max_size=4),
+    st.integers(1, 99),
+    st.integers(0, 300),
+    st.booleans(),
+)
+def test_a_peak_is_never_below_the_line_of_the_nearest_sizes(
+    peaks: dict[int, int], rows: int, fixed: int, turns: bool
+) -> None:
+    """Another sum that may be the largest there can only add to it, however the sizes lie."""
+    points = tuple(sorted(peaks.items()))
+    assert peak_at(points, rows, fixed, turns=turns) >= count_at(points, rows)
+    assert all(peak_at(points, at, fixed, turns=turns) == peak for at, peak in points)
+
+
+def test_peaks_that_fall_on_one_line_do_not_go_on_along_it() -> None:
+    """By hand: another sum is the largest somewhere beyond, and with fewer rows there is more."""
+    falling = ((2, 60), (4, 50), (6, 40))
+    assert [peak_at(falling, rows) for rows in (1, 3, 12)] == [65, 55, 80]
 
 
 def test_bytes_that_are_no_line_are_rounded_up() -> None:
