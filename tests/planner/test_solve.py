@@ -266,11 +266,16 @@ def test_rules_equal_brute_force(given_rules: Any, costs: list[int], by_name: bo
 
 
 def test_rules_as_a_noun_add_to_the_others() -> None:
-    """Rules may come as one noun, too."""
+    """Rules may come as one noun, too; of two numbers the stricter one holds."""
     profile = gb.Profile.from_costs([1.0] * 4)
     plan = solve(profile, 2, rules=Rules(no_cut=[2]), no_cut=[1])
     assert plan.balance == (3, 1)
-    assert solve(profile, 2, rules=Rules(min_layers=1), min_layers=2).balance == (2, 2)
+    steep = gb.Profile.from_costs([9.0, 1.0, 1.0, 1.0])
+    assert solve(steep, 2).balance == (1, 3)
+    for one, other in ((1, 2), (2, 1)):
+        assert solve(steep, 2, rules=Rules(min_layers=one), min_layers=other).balance == (2, 2)
+    for one, other in ((2, 3), (3, 2)):
+        assert solve(steep, 2, rules=Rules(max_layers=one), max_layers=other).balance == (2, 2)
     for name in ("max_layers", "min_layers"):
         for more in ({}, {name: 2}):
             with pytest.raises(BalanceError, match=f"{name}='3'"):

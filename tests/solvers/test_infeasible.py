@@ -105,6 +105,15 @@ def test_more_memory_on_devices_of_different_limits_is_told_exactly(size: int, w
     assert split(replace(problem, devices=more)).status == "optimal"
 
 
+def test_the_partition_that_lacks_most_is_named_whatever_others_need() -> None:
+    """By hand: cut behind layer 2, partition 0 needs 240 bytes and lacks 5, partition 1 160."""
+    memory = layer_memory([0] * 4, [10, 20, 30, 40], [0] * 4, chunks=4)
+    devices = [Device(memory_limit=235), Device(memory_limit=100)]
+    error = explain_infeasible(Problem(*TIMES, 2, 4, "never", devices, memory=memory))
+    assert (error.partition, error.shortage) == (1, 60)
+    assert "partition 1 does not fit its device: memory_limit=100 (expected 160 or" in str(error)
+
+
 def test_a_limit_that_just_fits_is_kept() -> None:
     """The split uses no more than the limit, where one byte less would not do."""
     problem = _tight(240)
