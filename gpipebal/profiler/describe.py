@@ -22,7 +22,7 @@ from gpipebal.profiler.memory.sparse_gradients import join_kinds
 from gpipebal.profiler.replicas.owned import own_bytes
 from gpipebal.profiler.replicas.replica import layer_of_tensors
 from gpipebal.profiler.step.optimizer import Maker
-from gpipebal.profiler.step.step import (
+from gpipebal.profiler.step.state import (
     CALLS_MODEL,
     OptimizerPeaks,
     OptimizerState,

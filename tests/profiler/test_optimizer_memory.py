@@ -17,9 +17,9 @@ from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.planner import evaluate
 from gpipebal.problem import to_bounds
 from gpipebal.profiler.memory.sparse_gradients import GradientKind
-from gpipebal.profiler.step import step
+from gpipebal.profiler.step import state as of_step
 from gpipebal.profiler.step.optimizer import Maker
-from gpipebal.profiler.step.step import optimizer_peaks, optimizer_state_bytes
+from gpipebal.profiler.step.state import optimizer_peaks, optimizer_state_bytes
 
 
 def in_groups(
@@ -190,13 +190,59 @@ class Refusing(torch.optim.SGD):
         raise RuntimeError("these are no parameters of mine")
 
 
+class Deciding(torch.optim.SGD):
+    """Keeps more where all of a gradient is large."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                n_kept = 3 if parameter.grad.min().item() > 0.5 else 1
+                self.state[parameter]["kept"] = torch.zeros(n_kept)
+
+
+class Thorough(torch.optim.SGD):
+    """Reads a value of each of many elements."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                for part in parameter.grad.split(2**22):
+                    self.state[parameter]["last"] = torch.full((2,), part.sum().item())
+
+
 def test_who_needs_values_steps_stand_ins_with_memory() -> None:
-    """What reads values is known too, unless there are too many."""
+    """Of too many there are none: what is read is guessed, and a part tells if that decides."""
     maker = Maker(Curious, [nn.Parameter(torch.zeros(10))])
     assert optimizer_state_bytes(maker) == ([12], {})
-    huge = Maker(Curious, [nn.Parameter(torch.zeros(2**28, device="meta"))])
-    state, why = optimizer_state_bytes(huge)
-    assert state == [None] and "it reads values" in why["Curious"]
+    huge = nn.Parameter(torch.zeros(2**28, device="meta"))
+    assert optimizer_state_bytes(Maker(Curious, [huge])) == ([12], {})
+    for kind in (Deciding, Thorough):
+        state, why = optimizer_state_bytes(Maker(kind, [huge]))
+        assert state == [None] and "it decides by values" in why[kind.__name__]
+
+
+@pytest.mark.parametrize("shape", [(2**14, 2**15), (2**29,), (4, 2**13, 2**14)])
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.ASGD])
+def test_the_needs_of_large_parameters_are_known_without_values(
+    kind: Any, foreach: bool, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of a step with values, as a smaller parameter of this kind shows."""
+    make = partial(kind, foreach=foreach)
+    huge = Maker(make, [nn.Parameter(torch.zeros(shape, device="meta"))])
+    n = huge.parameters[0].numel()
+    wanted = 4 * n + 12  # a mean of all values, and three numbers
+    if kind is torch.optim.Adafactor:  # means of rows and of columns, and the number of steps
+        means = n // shape[-1] + n // shape[-2] if len(shape) > 1 else n
+        wanted = 4 * means + 4
+    assert optimizer_state_bytes(huge) == ([wanted], {})
+    assert optimizer_peaks(huge, "cpu").why == {}
+    small = Maker(make, [nn.Parameter(torch.zeros([max(4, n // 1024) for n in shape]))])
+    found = []
+    for largest in (2**28, 0):
+        monkeypatch.setattr(of_step, "LARGEST_STEPPED", largest)
+        found.append((optimizer_state_bytes(small), optimizer_peaks(small, "cpu")))
+    assert found[0] == found[1]
 
 
 def test_of_several_optimizers_only_the_one_that_cannot_step_is_unknown() -> None:
@@ -293,7 +339,7 @@ def test_a_part_of_a_table_tells_of_all_of_it(
     maker.note_gradients({id(table): GradientKind(1, entries)})
     whole = optimizer_state_bytes(maker), optimizer_peaks(maker, "cpu")
     of_all = bytes_in_step(maker)
-    monkeypatch.setattr(step, "LARGEST_TABLE", 2**14)
+    monkeypatch.setattr(of_step, "LARGEST_TABLE", 2**14)
     state, peaks = optimizer_state_bytes(maker), optimizer_peaks(maker, "cpu")
     assert state == whole[0]
     assert peaks.bytes == [pytest.approx(whole[1].bytes[0], rel=0.01)]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import gpipebal as gb
 from gpipebal.errors import GpipebalError
 from gpipebal.profiler.step.optimizer import Maker
-from gpipebal.profiler.step.step import optimizer_state_bytes
+from gpipebal.profiler.step.state import optimizer_state_bytes
 from gpipebal.profiler.times import progress, rounds
 
 pytestmark = pytest.mark.timeout(60)

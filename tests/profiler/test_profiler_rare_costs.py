@@ -20,7 +20,7 @@ from gpipebal.errors import BalanceError, DeviceError, ProfileError, UsageError
 from gpipebal.models import resnet
 from gpipebal.profiler.replicas.identity import identity_of
 from gpipebal.profiler.step.optimizer import Maker
-from gpipebal.profiler.step.step import optimizer_peaks
+from gpipebal.profiler.step.state import optimizer_peaks
 
 pytestmark = pytest.mark.timeout(120)
 
