@@ -157,6 +157,21 @@ def test_operations_and_bytes_by_hand() -> None:
     assert layer.backward_time == pytest.approx((weight + bias + adding) / 1e6, rel=1e-12)
 
 
+def test_what_is_not_read_takes_no_time() -> None:
+    """A loss over classes picks one of each row; its backward, and that of a pool, read none."""
+    model, rows, classes = nn.Sequential(nn.PReLU()), 8, 100
+    options: dict[str, Any] = {"rows": (), "rates": PLAIN, "loss_fn": F.nll_loss}
+    sample, target = torch.randn(rows, classes), torch.zeros(rows, dtype=torch.long)
+    loss = estimate_profile(model, sample, target=target, **options).step.loss
+    assert loss is not None and loss.forward_time < rows * classes * 4 / 1e6
+    # The gradient of all classes is written, and of each row a target is read.
+    assert loss.backward_time == pytest.approx(rows * (4 * classes + 8) / 1e6, rel=0.02)
+    pool = nn.Sequential(nn.PReLU(), nn.MaxPool2d(2))
+    found = estimate_profile(pool, torch.randn(1, 1, 20, 20), rows=(), rates=PLAIN).layers[1]
+    # The gradients of 100 elements and their places are read, those of 400 are written.
+    assert found.backward_time == pytest.approx((100 * (4 + 8) + 400 * 4) / 1e6)
+
+
 def test_launches_and_dtypes() -> None:
     """Every operation has its launch, views have none, and each dtype has its own rate."""
     model = nn.Sequential(Apply(lambda x: x.t()[:2].t()), nn.ReLU(), nn.Linear(2, 2))

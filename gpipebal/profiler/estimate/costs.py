@@ -37,14 +37,21 @@ _MAKERS = {
     "aten::set_",
     "aten::resize_",
 }
-#: Write a tensor without reading it.
+#: Write a tensor without reading their first argument.
 _WRITERS = {
-    "aten::bernoulli_",
-    "aten::copy_",
-    "aten::fill_",
-    "aten::normal_",
-    "aten::uniform_",
-    "aten::zero_",
+    *(f"aten::{name}_" for name in ("bernoulli", "copy", "fill", "normal", "uniform", "zero")),
+    *(f"aten::{name}_like" for name in ("full", "ones", "rand", "randint", "randn", "zeros")),
+    *(f"aten::new_{name}" for name in ("full", "ones", "zeros")),
+}
+#: Look only at the shape of their second argument.
+_BY_SHAPE = {
+    *(f"aten::nll_loss{dims}_backward" for dims in ("", "2d")),
+    *(f"aten::max_pool{dims}d_with_indices_backward" for dims in (2, 3)),
+    *(f"aten::adaptive_max_pool{dims}d_backward" for dims in (2, 3)),
+    *(f"aten::_adaptive_avg_pool{dims}d_backward" for dims in (2, 3)),
+    *(f"aten::avg_pool{dims}d_backward" for dims in (2, 3)),
+    *(f"aten::reflection_pad{dims}d_backward" for dims in (1, 2, 3)),
+    *(f"aten::replication_pad{dims}d_backward" for dims in (1, 2, 3)),
 }
 #: Read only some rows of their first argument.
 _PICKERS = {
@@ -52,6 +59,8 @@ _PICKERS = {
     "aten::gather",
     "aten::index",
     "aten::index_select",
+    "aten::nll_loss2d_forward",
+    "aten::nll_loss_forward",
     "aten::take",
 }
 #: Read as many rows of a table as there are indices: where both are among the arguments.
@@ -223,6 +232,8 @@ def _bytes_of(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
         looked_up = min(indices.numel() * of_row, _extent(table))
         beside = sum(_extent(tensor) for tensor in inputs if tensor is not table)
         return beside + looked_up + (looked_up if name.endswith("_") else written)
+    if name in _BY_SHAPE:
+        inputs = [*inputs[:1], *inputs[2:]]
     first = 1 if name in _WRITERS else 0
     return written + sum(map(_extent, inputs[first:]))
 
