@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 import gpipebal as gb
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.observers.ledger import Ledger
+from gpipebal.profiler.estimate.terms import estimate_optimizer
 from gpipebal.profiler.memory.sparse_gradients import GradientKind
 from gpipebal.profiler.step import step
 from gpipebal.profiler.step.optimizer import Maker, Optimizers
@@ -71,10 +73,36 @@ def test_state_is_that_of_a_real_step(name: str, estimate: bool, instance: bool)
     found = profiled(model, make(parameters) if instance else make, estimate=estimate)
     real = stepped(make, parameters)
     assert [layer.optimizer_bytes for layer in found.layers] == [state_of(real, x) for x in model]
-    reads_values = name in ("adafactor", "asgd")
-    assert (found.step.optimizer_time is None) == (estimate and reads_values)
-    told = [flag for flag in found.provenance["flags"] if "optimizer's time" in flag]
-    assert bool(told) == (estimate and reads_values)
+    assert found.step.optimizer_time is not None  # also of those that read values
+    assert not [flag for flag in found.provenance["flags"] if "optimizer's time" in flag]
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_the_estimated_time_of_a_step_is_that_of_its_kernels(device_type: str) -> None:
+    """A fused one works on each number once; on CUDA a group may be stepped in one launch."""
+    parameters = [nn.Parameter(torch.zeros(1000, device="meta")) for _ in range(3)]
+    options: dict[str, Any] = {"device_type": device_type, "host_time": None}
+    by_bytes = gb.DeviceRates("bytes", {"float32": 1e30}, 1e3, launch_time=0.0, **options)
+    by_launches = gb.DeviceRates("launches", {"float32": 1e30}, 1e30, launch_time=1.0, **options)
+
+    def times(make: Any, n: int = 3) -> tuple[float, float]:
+        maker = Maker(make, parameters[:n])
+        found = [estimate_optimizer(maker, rates) for rates in (by_bytes, by_launches)]
+        assert None not in found
+        return found[0] or 0.0, found[1] or 0.0
+
+    fused = times(partial(torch.optim.Adam, fused=True))
+    # Value, gradient and two means are read, all but the gradient are written.
+    assert fused[0] == pytest.approx(3 * 7 * 4.0, rel=0.01)
+    together = device_type == "cuda"
+    assert fused[1] == (1 if together else 3)
+    plain, foreach = (times(partial(torch.optim.Adam, foreach=each)) for each in (False, True))
+    assert plain[0] == foreach[0] > fused[0]
+    one = times(torch.optim.Adam, 1)[1]
+    assert foreach[1] == times(torch.optim.Adam)[1] == (one if together else 3 * one)
+    assert plain[1] == 3 * one
+    # Adafactor steps one after the other, unless it is told otherwise.
+    assert times(torch.optim.Adafactor)[1] == 3 * times(torch.optim.Adafactor, 1)[1]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adafactor])

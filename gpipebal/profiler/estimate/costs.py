@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpipebal.pipeline.process.modes import ThreadedDispatchMode
 from gpipebal.pipeline.process.phase import phase
-from gpipebal.pipeline.values.tensors import storage_key
+from gpipebal.pipeline.values.tensors import parts_of, storage_key
 from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.value import Value, roots_of
 from gpipebal.profiler.estimate.approximate import BY_OPERATION
@@ -138,13 +138,16 @@ class OperationCosts(ThreadedDispatchMode):
         return result
 
     def _add(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        inputs = _tensors((args, kwargs))
-        outputs = _tensors(result)
-        if outputs and not func._schema.is_mutable:
-            given = {storage_key(tensor) for tensor in inputs}
-            if all(storage_key(tensor) in given for tensor in outputs):
-                return  # a view
-        n_bytes = _bytes_of(name, inputs, outputs)
+        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+        given = {storage_key(tensor) for tensor in inputs}
+        made = [one for one in outputs if func._schema.is_mutable or storage_key(one) not in given]
+        if outputs and not made:
+            return  # a view
+        picked = _picked_by_sparse((args, kwargs))
+        if picked:
+            n_bytes = sum(_extent(one, picked.get(one.shape)) for one in (*inputs, *made))
+        else:
+            n_bytes = _bytes_of(name, inputs, outputs)
         packet = _SAME_FLOPS.get(name, func.overloadpacket)
         flops = flops_of_operation(packet, args, kwargs, result)
         self.flops += flops
@@ -238,14 +241,35 @@ def _bytes_of(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
     return written + sum(map(_extent, inputs[first:]))
 
 
-def _extent(tensor: Tensor) -> int:
-    """Return the bytes of memory that a tensor covers: less than its elements if it is expanded."""
-    return int(min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()))
+def _extent(tensor: Tensor, most: int | None = None) -> int:
+    """Return the bytes of memory that a tensor covers: less than its elements if it is expanded.
+
+    Args:
+        tensor: The tensor.
+        most: The most of it that is of use; None: all of it.
+    """
+    covered = int(min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()))
+    return covered if most is None else min(covered, most)
+
+
+def _picked_by_sparse(tree: Any) -> dict[torch.Size, int]:
+    """Return the bytes of values of sparse tensors in a tree, by shape.
+
+    A tensor of such a shape that meets one is worked on where that has elements, and nowhere else.
+    """
+    picked: dict[torch.Size, int] = {}
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, Tensor) and leaf.layout == torch.sparse_coo:
+            picked[leaf.shape] = max(leaf._values().nbytes, picked.get(leaf.shape, 0))
+    return picked
 
 
 def _tensors(tree: Any) -> list[Tensor]:
+    """Return the plain tensors in a tree; of sparse ones the indices and values."""
+    tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
     return [
-        leaf
-        for leaf in pytree.tree_leaves(tree)
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided
+        part
+        for tensor in tensors
+        if tensor.layout in (torch.strided, torch.sparse_coo)
+        for part in (parts_of(tensor) if tensor.layout == torch.sparse_coo else (tensor,))
     ]
