@@ -74,10 +74,11 @@ class OfFunction(nn.Module):
 class Looked(nn.Module):
     """Looks rows up in a table whose gradient is sparse, each time other ones."""
 
-    def __init__(self, n_times: int = 1) -> None:
+    def __init__(self, n_times: int = 1, *, padding: bool = False) -> None:
         super().__init__()
         self.n_times = n_times
-        self.table = nn.Embedding(16 * n_times, 64, sparse=True)
+        last = 16 * n_times if padding else None  # this one is not looked up
+        self.table = nn.Embedding(16 * n_times + padding, 64, padding_idx=last, sparse=True)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = [self.table(x.argmax(1) + 16 * i) for i in range(self.n_times)]
@@ -161,6 +162,11 @@ CHAINS: dict[str, Any] = {
         {"loss_fn": nn.HuberLoss(), "target": torch.rand(8, 16)},
     ),
     "sparse gradient": ([nn.Linear(16, 16), Looked(), nn.Tanh()], (64, 16), {}),
+    "sparse gradient and padding": (
+        [nn.Linear(16, 16), Looked(padding=True), nn.Tanh()],
+        (64, 16),
+        {},
+    ),
     "sparse gradient of two": ([nn.Linear(16, 16), Looked(2), nn.Tanh()], (64, 16), {}),
     "sparse gradient of four": ([nn.Linear(16, 16), Looked(4), nn.Tanh()], (64, 16), {}),
     "binary cross entropy": (
@@ -333,6 +339,23 @@ def test_how_many_rows_two_sparse_gradients_have_is_approximate() -> None:
         model = nn.Sequential(nn.Linear(16, 16), Looked(n_times), nn.Tanh())
         found = gb.profile_model(model, torch.randn(8, 16), chunks=2, progress=False, **options)
         assert set(found.provenance["approximate"]) == flagged
+
+
+def test_how_much_is_padding_is_approximate() -> None:
+    """An estimate of a table with sparse gradients takes all of it for words."""
+    words = torch.arange(48).view(8, 6) % 40
+    words[:, 4:] = 0
+    options: dict[str, Any] = {"chunks": 2, "rows": (), "progress": False}
+    options["optimizer"] = torch.optim.SparseAdam
+    model = nn.Sequential(nn.Embedding(40, 16, padding_idx=0, sparse=True))
+    measured = gb.profile_model(model, words, timeout=0, **options)
+    estimate = gb.profile_model(model, words, method="estimate", rates="CPU core", **options)
+    assert "padding" in " ".join(estimate.provenance["approximate"]["0"])
+    (one,), (other,) = measured.layers, estimate.layers
+    for name in (*PEAKS, "optimizer_peak_bytes"):
+        assert getattr(one, name) <= getattr(other, name) <= 2 * getattr(one, name), name
+    assert one.optimizer_bytes == other.optimizer_bytes == 2 * 40 * 16 * 4
+    assert estimate.step.optimizer_time is not None
 
 
 class Weighted(nn.Module):

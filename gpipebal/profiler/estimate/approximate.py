@@ -78,6 +78,11 @@ REASONS: Mapping[str, Reason] = MappingProxyType(
             "tables with sparse gradients, looked up more than once",
             "a CPU keeps rows that are the same once, by the values",
         ),
+        "padding": Reason(
+            _BOTH,
+            "tables with sparse gradients and padding",
+            "rows that are padding are left out, by the values",
+        ),
         "convolution": Reason(_CUDA, "convolution", "cuDNN chooses a workspace"),
         "batch_norm": Reason(_CUDA, "batch normalisation", "cuDNN may keep a reserve"),
         "attention": Reason(

@@ -120,6 +120,7 @@ def _install() -> None:
     kernels: dict[str, Callable[..., Any]] = {
         "scaled_dot_product_attention": _attention,
         "dropout": _dropout,
+        "embedding_sparse_backward": _embedding_sparse_backward,
         "group_norm": _group_norm,
         "mish_backward": _mish_backward,
         "one_hot": _one_hot,
@@ -344,6 +345,20 @@ def _dropout(input: Tensor, p: float, train: bool) -> Any:
     if _acting.device_type == "cuda" and train and 0 < p < 1 and input.numel():
         return torch.native_dropout(input, p, train)[0]
     return _taken_apart(_aten.dropout.default, input, p, train)
+
+
+def _embedding_sparse_backward(
+    grad: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
+) -> Any:
+    """Copy what is no padding, beside a mask: all, for the values would tell how much it is."""
+    if padding_idx != -1:
+        _note("padding")
+        is_picked = indices != padding_idx
+        indices = indices.clone(memory_format=torch.contiguous_format).view(-1)
+        grad = grad.clone(memory_format=torch.contiguous_format).view(-1, grad.shape[-1])
+        del is_picked
+    operation = _aten.embedding_sparse_backward.default
+    return _taken_apart(operation, grad, indices, num_weights, -1, scale_grad_by_freq)
 
 
 def _mish_backward(grad_output: Tensor, input: Tensor) -> Tensor:
