@@ -180,6 +180,14 @@ CHAINS: dict[str, Any] = {
         (12, 8),
         {},
     ),
+    "attention of turned values": (
+        [
+            nn.Linear(16, 16),
+            OfFunction(lambda x: scaled_dot_product_attention(*[x.transpose(-1, -2)] * 3)),
+        ],
+        (4, 2, 8, 16),
+        {},
+    ),
     "grid_sample": ([nn.Conv2d(3, 3, 1), Sampled()], (8, 3, 8, 8), {}),
     "patches": ([Patches(), nn.Tanh()], (8, 3, 16, 16), {}),
     "frozen weight": (

@@ -279,6 +279,7 @@ def _attention(
     fits = query.dim() == 4 and min(query.shape) > 0 and min(key.shape) > 0
     grouped = fits and query.shape[1] != key.shape[1]
     fits = fits and _heads_fit(query, key, value, enable_gqa=enable_gqa)
+    fits = fits and all(one.stride(-1) == 1 for one in (query, key, value))
     if grouped and kind == "cpu" and not _GROUPS_ON_CPU:
         _note("grouped_heads")
         fits = False
