@@ -8,8 +8,8 @@ partition is the union of the sets of its layers and never their sum.
 Read in this order: `layer` (one layer, a skip connection, tied parameters, the terms of a step),
 `profile` (the noun), `given` (what it is made of if costs are given), `gradients` (the memory of
 gradients on their way back), `checks` (what makes no sense in a profile is refused), `record`
-(the profile as JSON values), `sizes` and `fit` (the costs at other numbers of rows), `fingerprint`,
-`match` and `ties` (whether it still fits a model).
+(the profile as JSON values), `sizes`, `moments` and `fit` (the costs at other numbers of rows),
+`fingerprint`, `match` and `ties` (whether it still fits a model).
 """
 
 from gpipebal.profile.layer import (

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gpipebal.argument_kinds import check_kind, check_list, check_mapping
 from gpipebal.errors import ProfileError
 from gpipebal.profile.layer import (
+    MOMENTS,
     AloneShares,
     LayerProfile,
     SkipProfile,
@@ -63,7 +64,7 @@ _STEP_TIMES = (
 _NUMBERS = [
     (field.name, field.name == "flops" or field.name.endswith("_bytes"), field.default is None)
     for field in fields(LayerProfile)
-    if field.name not in (*TEXT_FIELDS, *STORAGE_FIELDS)
+    if field.name not in (*TEXT_FIELDS, *STORAGE_FIELDS, *MOMENTS.values())
 ]
 
 
@@ -261,6 +262,11 @@ def _check_layer(layer: LayerProfile, where: str, n_storages: int) -> None:
     for name in STORAGE_FIELDS:
         for storage in getattr(layer, name) or ():
             _check_storage(storage, n_storages, where)
+    for name in MOMENTS.values():
+        for n_bytes in getattr(layer, name):
+            # Fewer than 0 where more is freed than made.
+            if type(n_bytes) is not int or not _is_quantity(abs(n_bytes), whole=True):
+                raise bad_value(where, name, n_bytes, "a whole number of bytes")
 
 
 def _is_quantity(value: Any, *, whole: bool) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from gpipebal.argument_kinds import check_list, keep_as_tuples
 
 __all__ = [
+    "MOMENTS",
     "AloneShares",
     "LayerProfile",
     "SkipProfile",
@@ -14,6 +15,16 @@ __all__ = [
     "TieProfile",
     "TurnTimes",
 ]
+
+#: Largest memory of a layer, and what it is the largest of, by their fields.
+MOMENTS = {
+    "forward_peak_bytes": "forward_moments",
+    "no_grad_forward_peak_bytes": "no_grad_forward_moments",
+    "backward_peak_bytes": "backward_moments",
+    "accumulating_peak_bytes": "accumulating_moments",
+    "chained_peak_bytes": "chained_moments",
+    "chained_accumulating_peak_bytes": "chained_accumulating_moments",
+}
 
 
 @dataclass(frozen=True)
@@ -89,6 +100,14 @@ class LayerProfile:
             partition is given, its first layer above all.
         chained_cut_copied_bytes: The same of `chained_peak_bytes` and of
             `chained_accumulating_peak_bytes`, where they are known.
+        forward_moments: Bytes at those moments of the forward that are its peak at any number of
+            rows: at each measured size at the same moments, and each is a line in the rows; the
+            largest is `forward_peak_bytes`; (): not known.
+        no_grad_forward_moments: The same for `no_grad_forward_peak_bytes`.
+        backward_moments: The same for `backward_peak_bytes`.
+        accumulating_moments: The same for `accumulating_peak_bytes`.
+        chained_moments: The same for `chained_peak_bytes`.
+        chained_accumulating_moments: The same for `chained_accumulating_peak_bytes`.
         stashed_sum_bytes: How many bytes more than these peaks it needs if what it is given is
             stashed too, by an earlier layer of the partition: the sum of what comes back both ways,
             if the layer hands back its own share in several pieces.
@@ -134,6 +153,12 @@ class LayerProfile:
     copied_bytes: int = 0
     cut_copied_bytes: int = 0
     chained_cut_copied_bytes: int = 0
+    forward_moments: tuple[int, ...] = ()
+    no_grad_forward_moments: tuple[int, ...] = ()
+    backward_moments: tuple[int, ...] = ()
+    accumulating_moments: tuple[int, ...] = ()
+    chained_moments: tuple[int, ...] = ()
+    chained_accumulating_moments: tuple[int, ...] = ()
     stashed_sum_bytes: int = 0
     optimizer_peak_bytes: int | None = None
     optimizer_carried_bytes: int = 0
@@ -141,6 +166,7 @@ class LayerProfile:
 
     def __post_init__(self) -> None:
         keep_as_tuples(self, "outputs", "saved", "handed_through", "kept_outputs", "written")
+        keep_as_tuples(self, *MOMENTS.values())
         if self.gradient_storages is not None:
             keep_as_tuples(self, "gradient_storages")
 

@@ -15,7 +15,7 @@ from gpipebal.html import profile_html
 from gpipebal.profile.checks import LIST_FIELDS, STORAGE_FIELDS, check_profile
 from gpipebal.profile.given import parts_of_costs
 from gpipebal.profile.gradients import GradientFlow, find_flow
-from gpipebal.profile.layer import LayerProfile, SkipProfile, StepTerms, TieProfile
+from gpipebal.profile.layer import MOMENTS, LayerProfile, SkipProfile, StepTerms, TieProfile
 from gpipebal.profile.match import ProfileMatch, match_profile
 from gpipebal.profile.record import FORMAT, VERSION, parts_of, record_of
 from gpipebal.profile.sizes import at_rows
@@ -287,7 +287,7 @@ class Profile:
             for index, layer in enumerate(size.layers):
                 line: dict[str, Any] = {"layer": index}
                 for item in fields(layer):
-                    if item.name not in STORAGE_FIELDS:
+                    if item.name not in (*STORAGE_FIELDS, *MOMENTS.values()):
                         line[item.name] = getattr(layer, item.name)
                 line["saved_bytes"] = size.bytes_of(layer.saved)
                 line["rows"] = size.rows

@@ -9,7 +9,8 @@ micro-batches have in common), version 7 (without turns), version 8 (without the
 cells), version 9 (without what gradients hold that are parts of larger ones), version 10 (without
 the bytes of inputs that layers write to), version 11 (without what gradients have in common, and
 which inputs are written to), version 12 (without how much of peaks is copies of gradients that have
-memory in common) and version 13 (without which outputs layers keep). What they do not tell is
+memory in common), version 13 (without which outputs layers keep), version 14 (without groups of an
+optimizer) and version 15 (without the moments that peaks are of). What they do not tell is
 unknown, so that every storage between layers is taken to have a gradient, in memory of its own, and
 to be another for each micro-batch.
 """
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from gpipebal.errors import FileFormatError, ProfileError
 from gpipebal.profile.checks import STORAGE_FIELDS, TEXT_FIELDS
 from gpipebal.profile.layer import (
+    MOMENTS,
     AloneShares,
     LayerProfile,
     SkipProfile,
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
 __all__ = ["FORMAT", "VERSION", "parts_of", "record_of"]
 
 FORMAT = "gpipebal-profile"
-VERSION = 15
+VERSION = 16
 
 #: Fields that later versions have in addition: the last version without them, the place of the
 #: object that has them, and what they are taken to be where a record does not tell.
@@ -178,6 +180,8 @@ def _layer(record: Any, where: str) -> LayerProfile:
         is_unknown = name == "gradient_storages" and content.get(name) is None
         if name in content and not is_unknown:
             content[name] = tuple_of(content[name], path_in(where, name))
+    for name in MOMENTS.values():
+        content[name] = tuple_of(content.get(name, ()), path_in(where, name))
     for name in TEXT_FIELDS:
         text_of(content.get(name, ""), path_in(where, name))
     return LayerProfile(**content)

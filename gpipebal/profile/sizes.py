@@ -12,10 +12,13 @@ result are those of the measured sizes, which must be the same. A measured size 
 from those of the size nearest to the one asked for (because another algorithm was chosen there) is
 left out of the bytes, and named in the provenance.
 
-**Beyond the measured sizes** a fit goes on as it is, interpolated values as `fit.interpolate`
-says, and peaks, each the largest of several moments, as `fit.peak_at` says. **One size alone**
-tells nothing about the overhead: all costs grow in proportion to the rows, except for buffers and
-for the gradients of parameters in the peaks of a backward, which stay as they are.
+**Peaks** are the largest of several moments, each of which is a line (`moments`). Where a profile
+does not tell these, as of losses, they are as `fit.peak_at` says.
+
+**Beyond the measured sizes** a fit goes on as it is, and interpolated values as `fit.interpolate`
+says. **One size alone** tells nothing about the overhead: all costs grow in proportion to the rows,
+except for buffers and for the gradients of parameters in the peaks of a backward, which stay as
+they are.
 
 **Terms of the mini-batch** (gather, the loss over it, the optimizer) do not depend on the rows of a
 micro-batch: they are those of the profile, or in proportion to other rows of the mini-batch.
@@ -33,7 +36,8 @@ from gpipebal.argument_kinds import whole_number
 from gpipebal.errors import ProfileError
 from gpipebal.profile.checks import COUNT_FIELDS
 from gpipebal.profile.fit import Counts, count_at, is_rising_line, peak_at, time_at
-from gpipebal.profile.layer import LayerProfile, StepTerms
+from gpipebal.profile.layer import MOMENTS, LayerProfile, StepTerms
+from gpipebal.profile.moments import largest_moment
 
 if TYPE_CHECKING:
     from gpipebal.profile.profile import Profile
@@ -186,7 +190,8 @@ def _layer_at(
         else:
             found[name] = _in_proportion(name, alike[0], rows)
     if len(alike) > 1:
-        found |= _backward_peaks(nearest, alike, rows)
+        found |= _backward_peaks(nearest, alike, rows) | _by_moments(alike, rows)
+    found |= dict.fromkeys(MOMENTS.values(), ())
     return replace(nearest, **found)
 
 
@@ -208,6 +213,18 @@ def _backward_peaks(nearest: LayerProfile, alike: Sequence[_Size], rows: int) ->
             # The first backward has no more at any moment, besides the gradients that it makes.
             most = max(fixed + found[accumulating], count_at(points[first], rows))
             found[first] = min(found[first], most)
+    return found
+
+
+def _by_moments(alike: Sequence[_Size], rows: int) -> dict[str, int]:
+    """Return those peaks of a layer at these rows whose moments are known at two sizes or more."""
+    found: dict[str, int] = {}
+    for name, moments in MOMENTS.items():
+        each = [(r, getattr(x, moments), getattr(x, name)) for r, x in alike]
+        # Those of a peak that was changed since are not its own.
+        known = [(r, of) for r, of, peak in each if of and max(of) == peak]
+        if len(known) > 1 and len({len(of) for _, of in known}) == 1:
+            found[name] = largest_moment(known, rows)
     return found
 
 

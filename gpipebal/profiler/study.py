@@ -13,6 +13,7 @@ from torch import nn
 from gpipebal.errors import GpipebalError, ProfileError
 from gpipebal.pipeline.process.caller import CallerState
 from gpipebal.profile import LayerProfile, Profile, StepTerms
+from gpipebal.profile.moments import keep_largest
 from gpipebal.profile.ties import find_ties
 from gpipebal.profiler.alone import SizeWalk, join_times, walk_alone
 from gpipebal.profiler.chain.chain import Chain
@@ -200,7 +201,8 @@ class Study:
             for size in self._sizes[1:]
         ]
         others.sort(key=lambda profile: profile.rows)
-        return self._profile_of(self._sizes[0], memory, optimizer_time, provenance, tuple(others))
+        given = (memory, optimizer_time, provenance, tuple(others))
+        return keep_largest(self._profile_of(self._sizes[0], *given))
 
     def _optimizer_time(self, *, can_step: bool) -> float | None:
         """Measure the optimizer's step; one layer at a time, only the layer with most to step.

@@ -388,7 +388,7 @@ def test_file_says_what_it_is_first() -> None:
     """Format and version stand at the head of the record."""
     record = _record()
     assert list(record)[:2] == ["format", "version"]
-    assert (record["format"], record["version"]) == ("gpipebal-profile", 15)
+    assert (record["format"], record["version"]) == ("gpipebal-profile", 16)
 
 
 @pytest.mark.parametrize(

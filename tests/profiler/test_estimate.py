@@ -29,11 +29,12 @@ from gpipebal.profiler import profile_model
 from gpipebal.profiler.estimate.autocast import _init
 from gpipebal.rates import DeviceRates
 
-#: Everything of a layer that is counted and not clocked; operations apart.
+#: Everything of a layer that is counted and not clocked; operations apart, and moments: at those
+#: that are no peak here, the meta device may hold other things.
 COUNTED = tuple(
     field.name
     for field in fields(LayerProfile)
-    if field.name != "flops" and not field.name.endswith(("_time", "_spread"))
+    if field.name != "flops" and not field.name.endswith(("_time", "_spread", "_moments"))
 )
 #: A device without launches on which operations and bytes are told apart at sight.
 PLAIN = DeviceRates("plain", {"float32": 1e3, "float64": 1e1}, 1e6, launch_time=0.0, host_time=None)

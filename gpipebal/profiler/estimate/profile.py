@@ -13,6 +13,7 @@ from torch import Tensor
 from gpipebal.errors import GpipebalError, ProfileError
 from gpipebal.pipeline.process.eager import run_eagerly
 from gpipebal.profile import LayerProfile, Profile, StepTerms
+from gpipebal.profile.moments import keep_largest
 from gpipebal.profile.ties import find_ties
 from gpipebal.profiler.chain.numbers import Arrived, Numbers
 from gpipebal.profiler.chain.value import Value
@@ -118,13 +119,9 @@ def estimate_training(
         **software(),
         **data.sample.described(),
     }
-    return replace(
-        main,
-        other_sizes=tuple(
-            replace(other, provenance={**provenance, "rows": other.rows}) for other in others
-        ),
-        provenance={**provenance, "rows": main.rows},
-    )
+    told = [replace(other, provenance={**provenance, "rows": other.rows}) for other in others]
+    provenance["rows"] = main.rows
+    return keep_largest(replace(main, other_sizes=tuple(told), provenance=provenance))
 
 
 def _flags(reasons: Mapping[str, Sequence[str]], left_out: Mapping[str, str]) -> list[str]:

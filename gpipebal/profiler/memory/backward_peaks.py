@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -41,10 +41,10 @@ class GivenMemory(NamedTuple):
 
 
 class ChainedPeak(NamedTuple):
-    """Largest memory of a backward that frees the gradients it is given, beyond what it began with.
+    """Memory of a backward that frees the gradients it is given, beyond what it began with.
 
     Attributes:
-        beside: The largest memory of everything else, while some of them live.
+        beside: At each moment, the memory of everything else, and which of them live.
         own: Their bytes, by place of the output.
     """
 
@@ -53,21 +53,19 @@ class ChainedPeak(NamedTuple):
 
     @property
     def alone(self) -> int:
-        """Bytes where each of them has memory of its own."""
-        return self.where_given(GivenMemory({}))
+        """Largest memory where each of them has memory of its own."""
+        return _largest(self.moments(GivenMemory({})))
 
-    @property
-    def whole(self) -> int:
-        """Bytes of everything else, where others hold all of them to the end."""
-        return max(0, max(rest for _, rest in self.beside))
+    def moments(self, memory: GivenMemory) -> list[int]:
+        """Return the bytes of each moment where they are in that memory; below 0 if it is freed."""
+        sets = {alive for alive, _ in self.beside}
+        held = {alive: memory.bytes_of({k: self.own[k] for k in alive}) for alive in sets}
+        whole = memory.bytes_of(self.own)
+        return [rest + held[alive] - whole for alive, rest in self.beside]
 
-    def where_given(self, memory: GivenMemory) -> int:
-        """Return the largest memory where they are in that memory."""
-        most = max(
-            rest + memory.bytes_of({place: self.own[place] for place in alive})
-            for alive, rest in self.beside
-        )
-        return max(0, most - memory.bytes_of(self.own))
+    def moments_held(self) -> list[int]:
+        """Return the bytes of each moment where others hold all of them to the end."""
+        return [rest for _, rest in self.beside]
 
 
 #: What holds the gradients that come in, in the order of `FrontPeaks`.
@@ -117,13 +115,27 @@ class FrontPeaks(NamedTuple):
     before_own: _Pair
     before_parts: _Pair
 
-    def before(self, given_own: bool, memory: Sequence[GivenMemory]) -> tuple[int, int]:
-        """Return the peaks with another layer behind it; arguments as of `LayerMemory.columns`."""
-        new, added = self.before_own if given_own else self.before_views
-        own = new.own
-        if any(one.is_parted(own) for one in memory):
-            new, added = self.before_parts
-        return max(map(new.where_given, memory)), max(map(added.where_given, memory))
+    def moments_held(self, copied: int, *, parted: bool) -> list[list[int]]:
+        """Return the moments of the last layer of a partition: without gradients, and with.
+
+        Args:
+            copied: Bytes of copies of gradients that are handed through.
+            parted: Whether it is given parts of something larger.
+        """
+        found = []
+        for one, parts in zip(self.last, self.before_parts, strict=True):
+            moments = one.moments(GivenMemory({}))
+            if parted:
+                moments += [copied + rest for rest in parts.moments_held()]
+            found.append(moments)
+        return found
+
+    def moments_before(self, given_own: bool, memory: Sequence[GivenMemory]) -> list[list[int]]:
+        """Return those with another layer behind it; arguments as of `LayerMemory.columns`."""
+        pair = self.before_own if given_own else self.before_views
+        if any(one.is_parted(pair[0].own) for one in memory):
+            pair = self.before_parts
+        return [[n for one in memory for n in peak.moments(one)] for peak in pair]
 
 
 class BackwardPeaks(NamedTuple):
@@ -156,30 +168,25 @@ class BackwardPeaks(NamedTuple):
         """The same where gradients exist already."""
         return self.first.last[1].alone
 
-    def columns(self, *, given_own: bool, memory: Sequence[GivenMemory]) -> dict[str, int]:
+    def columns(self, *, given_own: bool, memory: Sequence[GivenMemory]) -> dict[str, Any]:
         """Return the columns of a layer profile; arguments as of `LayerMemory.columns`."""
-        chained = self.first.before(given_own, memory)
-        inside = self.inside.before(given_own, memory)
         parted = self._is_parted(memory)
-        held, held_inside = (
-            [
-                max(one.alone, more + parts.whole if parted else 0)
-                for one, parts in zip(place.last, place.before_parts, strict=True)
-            ]
-            for place, more in ((self.first, self.copied_bytes), (self.inside, 0))
-        )
-        copied = _least(one - other for one, other in zip(held, held_inside, strict=True))
+        held = self.first.moments_held(self.copied_bytes, parted=parted)
+        held_inside = self.inside.moments_held(0, parted=parted)
+        chained = self.first.moments_before(given_own, memory)
+        inside = self.inside.moments_before(given_own, memory)
+        kinds = ("backward", "accumulating", "chained", "chained_accumulating")
+        found: dict[str, Any] = {}
+        for kind, moments in zip(kinds, (*held, *chained), strict=True):
+            found[f"{kind}_peak_bytes"] = _largest(moments)
+            found[f"{kind}_moments"] = tuple(moments)
+        copied = _less(held, held_inside)
         return {
-            "backward_peak_bytes": held[0],
-            "accumulating_peak_bytes": held[1],
-            "chained_peak_bytes": chained[0],
-            "chained_accumulating_peak_bytes": chained[1],
+            **found,
             "copied_bytes": self.copied_bytes,
             "stashed_sum_bytes": self.stashed_sum_bytes,
             "cut_copied_bytes": max(0, copied - self.copied_bytes),
-            "chained_cut_copied_bytes": _least(
-                one - other for one, other in zip(chained, inside, strict=True)
-            ),
+            "chained_cut_copied_bytes": _less(chained, inside),
         }
 
     def is_doubtful(self, memory: Sequence[GivenMemory]) -> bool:
@@ -272,6 +279,12 @@ def find_peaks(
     return BackwardPeaks(first, inside, copied, more, lacks_parts), hands_back
 
 
-def _least(differences: Iterable[int]) -> int:
+def _largest(moments: Iterable[int]) -> int:
+    """Return the largest memory of some moments; the start is one of them, without any."""
+    return max(0, max(moments, default=0))
+
+
+def _less(with_copies: Iterable[list[int]], without: Iterable[list[int]]) -> int:
     """Return the least of what is copied in several ways; nothing if one needs less with copies."""
-    return max(0, min(differences))
+    pairs = zip(with_copies, without, strict=True)
+    return max(0, min(_largest(one) - _largest(other) for one, other in pairs))

@@ -12,8 +12,9 @@ from gpipebal.pipeline.values.tensors import has_storage, storage_key
 
 __all__ = ["Beside", "DeviceLedger", "Peak"]
 
-#: For each set of gradients that a backward was given and that lived at one time, by place of the
-#: output, the largest memory of everything else then, beyond what existed before.
+#: Each moment of a backward at which there is more memory than before: which of the gradients that
+#: it was given live then, by place of the output, and the memory of everything else, beyond what
+#: existed before. Of one layer they are the same moments at every number of rows.
 Beside = tuple[tuple[frozenset[int], int], ...]
 
 
@@ -24,10 +25,10 @@ class DeviceLedger(Ledger):
         super().__init__()
         self._type = device.type
         self._given: dict[int, tuple[int, object]] = {}
-        self._beside: dict[frozenset[int], int] | None = None
+        self._beside: list[tuple[frozenset[int], int]] | None = None
 
     def start_beside(self, given: Mapping[int, Tensor]) -> None:
-        """From now on, note the most that lives beside some tensors, for each that live.
+        """From now on, note what lives beside some tensors whenever something new does.
 
         Args:
             given: The tensors, by numbers of their own.
@@ -36,15 +37,15 @@ class DeviceLedger(Ledger):
             keys = {place: storage_key(one) for place, one in given.items() if has_storage(one)}
             known = self._references
             self._given = {place: (key, known[key]) for place, key in keys.items() if key in known}
-            self._beside = {}
+            self._beside = []
             self._note_beside()
 
-    def beside(self) -> dict[frozenset[int], int]:
-        """Stop that; return the bytes of everything else, for each set of them that lived."""
+    def beside(self) -> list[tuple[frozenset[int], int]]:
+        """Stop that; return for each such moment which of them lived, and the bytes of the rest."""
         with self._lock:
             found, self._beside = self._beside, None
             self._given = {}
-        return found or {}
+        return found or []
 
     def _alive(self) -> dict[int, int]:
         """Return the bytes of those that live; some may be freed meanwhile, in this thread too."""
@@ -57,8 +58,7 @@ class DeviceLedger(Ledger):
     def _note_beside(self) -> None:
         if self._beside is not None:
             alive = self._alive()
-            rest, places = sum(self.live) - sum(alive.values()), frozenset(alive)
-            self._beside[places] = max(rest, self._beside.get(places, 0))
+            self._beside.append((frozenset(alive), sum(self.live) - sum(alive.values())))
 
     def _enter(self, tensor: Tensor, owner: int, *, take_over: bool) -> bool:
         if tensor.device.type != self._type:
@@ -99,11 +99,15 @@ class Peak:
         return max(self.counted, torch.cuda.max_memory_allocated(self._device) - self._allocated)
 
     def beside(self) -> Beside:
-        """Return the largest memory beside what the ledger was told of; see `LayerRun`.
+        """Return the memory beside what the ledger was told of, moment by moment; see `LayerRun`.
 
         What only the allocator saw, as if it had been there all the time, is added to everything
         that the ledger counted: the most of all that lives is then what the allocator says. Which
         of the tensors lived beside a library's workspace is not known.
         """
         more = self.bytes - self.counted - self._at_start
-        return tuple((alive, rest + more) for alive, rest in self._ledger.beside().items())
+        return tuple((alive, rest + more) for alive, rest in self._ledger.beside())
+
+    def moments(self) -> list[int]:
+        """Return the memory moment by moment, where the ledger was told of nothing."""
+        return [n_bytes for _, n_bytes in self.beside()]

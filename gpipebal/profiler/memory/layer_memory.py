@@ -84,7 +84,9 @@ class LayerMemory:
     output_bytes: int
     output_gradient_bytes: int
     forward_peak_bytes: int
+    forward_moments: tuple[int, ...]
     no_grad_forward_peak_bytes: int
+    no_grad_forward_moments: tuple[int, ...]
     written_input_bytes: int
     peaks: BackwardPeaks
     hands_back_own: Mapping[int, tuple[bool, bool]]

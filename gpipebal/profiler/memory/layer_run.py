@@ -62,24 +62,26 @@ class Surroundings(NamedTuple):
 
 def forward_without_graph(
     chain: Chain, k: int, value: Value, ledger: DeviceLedger
-) -> tuple[int, int]:
-    """Return the largest memory of a forward, and the bytes of the copies made before it."""
+) -> tuple[list[int], int]:
+    """Return the memory of a forward at its moments, and the bytes of the copies made before it."""
     with ledger.watch(0), torch.no_grad(), phase(checkpointing=True):
         peak = Peak(ledger, chain.device)
         _, given = chain.prepare(k, value, wants=False)
         # More than the inputs' own bytes where these have gaps, which copies have too.
         copies, peak = peak.bytes, Peak(ledger, chain.device)
+        ledger.start_beside({})
         chain.call(k, given, value)
-    return peak.bytes, copies
+    return peak.moments(), copies
 
 
 class LayerRun(NamedTuple):
     """A forward and a backward of a layer; storages by key.
 
     Attributes:
-        forward_peak: Largest memory of the forward, in bytes, beyond what existed before.
-        backward_peak: The same for the backward.
-        beside: Its memory beside the gradients that it was given, if nothing else holds them.
+        forward: Memory of the forward at its moments, in bytes, beyond what existed before.
+        backward_peak: Largest memory of the backward, in the same way.
+        beside: Its memory moment by moment, beside the gradients that it was given if nothing else
+            holds them.
         passed: The layer's output.
         saved: Bytes of each storage that was saved.
         constant: Those of them that exist all the time.
@@ -95,7 +97,7 @@ class LayerRun(NamedTuple):
         begun: Bytes of those that it made itself, by place.
     """
 
-    forward_peak: int
+    forward: list[int]
     backward_peak: int
     beside: Beside
     passed: Value
@@ -122,7 +124,7 @@ class _Forward(NamedTuple):
         inputs: Leaves of autograd.
         passed: The layer's output.
         outputs: Its leaves, and what the layer has stashed.
-        peak: The `forward_peak` of `LayerRun`.
+        moments: The `forward` of `LayerRun`.
         saved: As there.
         constant: As there.
         kept_bytes: As there.
@@ -131,7 +133,7 @@ class _Forward(NamedTuple):
     inputs: list[Any]
     passed: Value
     outputs: list[Any]
-    peak: int
+    moments: list[int]
     saved: dict[int, int]
     constant: set[int]
     kept_bytes: int
@@ -181,6 +183,7 @@ def _run_forward(
 
     inputs, given = chain.prepare(k, value, wants=True, inside=inside)
     before, peak = ledger.live_now(), Peak(ledger, chain.device)
+    ledger.start_beside({})
     # Within these hooks, so that they are none of the layer's own.
     with (
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
@@ -188,7 +191,7 @@ def _run_forward(
     ):
         passed = chain.call(k, given, value)
     torch.clear_autocast_cache()  # what only a cache holds is freed after a cell's forward
-    n_bytes = peak.bytes
+    moments = peak.moments()
     outputs = chain.outputs(k, passed)
     layer, born = chain.layers[k], ledger.born_since(before)
     saved = _saved_in_all(layer, outputs, packed, own_hooks, born, ledger)
@@ -199,7 +202,7 @@ def _run_forward(
     elsewhere = {*saved, *map(storage_key, filter(has_storage, given))}
     kept = [each for each in kept_by(layer) if elsewhere.isdisjoint(_keys_of(each))]
     kept_bytes = _bytes_of_kept(kept, born)
-    return _Forward(inputs, passed, outputs, n_bytes, saved, constant, kept_bytes)
+    return _Forward(inputs, passed, outputs, moments, saved, constant, kept_bytes)
 
 
 def _run_backward(
@@ -222,12 +225,14 @@ def _run_backward(
     roots += roots_of(come, random_gradients(come))
     with handed_back(inputs, hold=around.inside or around.given != "held") as back:
         peak = Peak(ledger, chain.device)
+        if around.given == "held":
+            ledger.start_beside({})
         chain.run_backward(roots, inputs, chain.names[k])
     n_bytes = max(0, peak.bytes - sum(begun.values()))
-    beside = peak.beside() if begun else ()
+    beside = peak.beside()
     through = handed_through(inputs, ends, given_in, back)
     return LayerRun(
-        forward_peak=forward.peak,
+        forward=forward.moments,
         backward_peak=n_bytes,
         beside=beside,
         passed=forward.passed,

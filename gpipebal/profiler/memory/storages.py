@@ -99,7 +99,8 @@ def measure_layer_memory(
     hands_through = {place: at for place, at in through.items() if held.hands_back_own[place]}
     memory = LayerMemory(
         **columns,
-        no_grad_forward_peak_bytes=without_graph,
+        no_grad_forward_peak_bytes=max(without_graph),
+        no_grad_forward_moments=tuple(without_graph),
         written_input_bytes=copies,
         peaks=peaks,
         # In these runs what is handed through is not handed back at all, also if it is a view.
@@ -147,7 +148,8 @@ def _described(
         "written": distinct_numbers(given[place] for place in sorted(chain.written[k])),
         "output_bytes": sum(numbers.bytes[number] for number in hands_on.storages),
         "output_gradient_bytes": sum(bytes_of(x) for x in run.passed.leaves if needs_gradient(x)),
-        "forward_peak_bytes": run.forward_peak,
+        "forward_peak_bytes": max(run.forward),
+        "forward_moments": tuple(run.forward),
         "kept_bytes": run.kept_bytes,
         "gradients": LayerGradients(
             run.given,
