@@ -349,19 +349,21 @@ def test_how_many_rows_two_sparse_gradients_have_is_approximate() -> None:
         assert set(found.provenance["approximate"]) == flagged
 
 
-def test_how_much_is_padding_is_approximate() -> None:
+@pytest.mark.parametrize("kind", [nn.Embedding, partial(nn.EmbeddingBag, mode="sum")])
+def test_how_much_is_padding_is_approximate(kind: Any) -> None:
     """An estimate of a table with sparse gradients takes all of it for words."""
     words = torch.arange(48).view(8, 6) % 40
     words[:, 4:] = 0
     options: dict[str, Any] = {"chunks": 2, "rows": (), "progress": False}
     options["optimizer"] = torch.optim.SparseAdam
-    model = nn.Sequential(nn.Embedding(40, 16, padding_idx=0, sparse=True))
+    model = nn.Sequential(kind(40, 16, padding_idx=0, sparse=True))
     measured = gb.profile_model(model, words, timeout=0, **options)
     estimate = gb.profile_model(model, words, method="estimate", rates="CPU core", **options)
     assert "padding" in " ".join(estimate.provenance["approximate"]["0"])
     (one,), (other,) = measured.layers, estimate.layers
     for name in (*PEAKS, "optimizer_peak_bytes"):
-        assert getattr(one, name) <= getattr(other, name) <= 2 * getattr(one, name), name
+        # Of bags there are a few other indices too.
+        assert 0.9 * getattr(one, name) <= getattr(other, name) <= 2 * getattr(one, name), name
     assert one.optimizer_bytes == other.optimizer_bytes == 2 * 40 * 16 * 4
     assert estimate.step.optimizer_time is not None
 

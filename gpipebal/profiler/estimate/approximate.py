@@ -10,7 +10,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-__all__ = ["BY_OPERATION", "REASONS", "Reason"]
+import torch
+from torch import nn
+
+__all__ = ["BY_OPERATION", "REASONS", "Reason", "note_fast_paths"]
 
 
 class Reason(NamedTuple):
@@ -117,3 +120,14 @@ BY_OPERATION: Mapping[str, Mapping[str, Reason]] = MappingProxyType(
         },
     }
 )
+
+#: Layers of torch's that have a fast path in evaluation mode.
+_FAST = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
+
+
+def note_fast_paths(layer: nn.Module, notes: set[str]) -> None:
+    """Note layers of torch's that run as one operation in evaluation mode, without a graph."""
+    if torch.backends.mha.get_fastpath_enabled() and any(
+        isinstance(part, _FAST) and not part.training for part in layer.modules()
+    ):
+        notes.add(str(REASONS["fast_path"]))

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import sdpa_flop_count
 
@@ -37,7 +37,7 @@ from gpipebal.profiler.estimate.results import (
     in_parts,
 )
 
-__all__ = ["acting_as", "note_fast_paths"]
+__all__ = ["acting_as"]
 
 _aten = torch.ops.aten
 
@@ -62,8 +62,6 @@ _SAMPLER_BACKWARDS = ("aten::grid_sampler_2d_backward", "aten::grid_sampler_3d_b
 #: Flash attention works in half precision; with heads up to this width.
 _HALVES = (torch.float16, torch.bfloat16)
 _WIDEST_HEAD = 256
-#: Layers of torch's that have a fast path in evaluation mode.
-_FAST = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 #: Whether a CPU's flash attention takes grouped heads: not seen with a torch before this one.
 _GROUPS_ON_CPU = torch.__version__ >= "2.13"
 
@@ -159,6 +157,9 @@ class _OnlyWhatIsAsked(ThreadedDispatchMode):
             return in_parts(func, *args)
         if func is _aten._grouped_mm.default and args[0].dtype in GROUPED:
             return in_groups(*args, **(kwargs or {}))
+        if func is _aten._embedding_bag_backward.default and args[9] and len(args) > 11:
+            _note("padding")  # its place is the last argument, and the gradient is sparse
+            return in_parts(_aten.clone.default, func(*args[:11]))
         result = func(*args, **(kwargs or {}))
         on_cpu = _acting.device_type == "cpu"
         result = in_device_order(func, args, result, on_cpu=on_cpu)
@@ -331,14 +332,6 @@ def _heads_fit(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -
     if not enable_gqa:
         return of_query == of_key == of_value
     return of_key == of_value and of_query % of_key == 0
-
-
-def note_fast_paths(layer: nn.Module, notes: set[str]) -> None:
-    """Note layers of torch's that run as one operation in evaluation mode, without a graph."""
-    if torch.backends.mha.get_fastpath_enabled() and any(
-        isinstance(part, _FAST) and not part.training for part in layer.modules()
-    ):
-        notes.add(str(REASONS["fast_path"]))
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Any:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from gpipebal.errors import ModelError
 from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers
 from gpipebal.profiler.chain.value import Value
-from gpipebal.profiler.estimate.backends import acting_as, note_fast_paths
+from gpipebal.profiler.estimate.approximate import note_fast_paths
+from gpipebal.profiler.estimate.backends import acting_as
 from gpipebal.profiler.estimate.constants import Constants
 from gpipebal.profiler.estimate.costs import Costs, find_costs
 from gpipebal.profiler.estimate.refused import without_values
