@@ -171,7 +171,7 @@ def _environment(record: dict[str, Any]) -> str:
             versions,
             f"{about['rounds']} rounds; other rules may take {about['limit']:g} s; "
             f"{about['minutes']:.1f} minutes",
-            "other programs' share of the cores meanwhile, in the worst run: "
+            "other programs' share of the cores meanwhile: "
             + percent_or_unknown(about["other_load"]),
         ]
     )
