@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -114,7 +115,9 @@ def _hull(one: _Size, other: _Size) -> list[int]:
     return [k for *_, k in found]
 
 
-def largest_moment(points: Sequence[_Size], rows: int) -> int:
+# Layers that are alike have the same moments.
+@lru_cache(maxsize=1 << 15)
+def largest_moment(points: tuple[tuple[int, tuple[int, ...]], ...], rows: int) -> int:
     """Return the largest of some moments at these rows, rounded up; never below 0.
 
     Args:
@@ -122,7 +125,7 @@ def largest_moment(points: Sequence[_Size], rows: int) -> int:
         rows: Rows to find it at.
 
     Example:
-        >>> largest_moment([(2, (60, 20)), (4, (50, 40))], 8)
+        >>> largest_moment(((2, (60, 20)), (4, (50, 40))), 8)
         80
     """
     k = next((k for k in range(1, len(points)) if rows <= points[k][0]), len(points) - 1)

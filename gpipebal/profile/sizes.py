@@ -180,7 +180,10 @@ def _layer_at(
         found[name], good = time_at(times, rows)
         if not good and not name.endswith("_spread"):
             bad_fits.append(nearest.name)
+    by_moments = _by_moments(alike, rows)
     for name in COUNTS:
+        if name in by_moments:
+            continue
         counts = tuple((r, getattr(x, name)) for r, x in alike)
         unknown = any(count is None for _, count in counts)
         if unknown:
@@ -189,8 +192,9 @@ def _layer_at(
             found[name] = (peak_at if name in _PEAKS else count_at)(counts, rows)
         else:
             found[name] = _in_proportion(name, alike[0], rows)
-    if len(alike) > 1:
-        found |= _backward_peaks(nearest, alike, rows) | _by_moments(alike, rows)
+    if len(alike) > 1 and not by_moments.keys() >= set(_WITH_GRADIENTS):
+        found |= _backward_peaks(nearest, alike, rows)
+    found |= by_moments
     found |= dict.fromkeys(MOMENTS.values(), ())
     return replace(nearest, **found)
 
@@ -222,7 +226,7 @@ def _by_moments(alike: Sequence[_Size], rows: int) -> dict[str, int]:
     for name, moments in MOMENTS.items():
         each = [(r, getattr(x, moments), getattr(x, name)) for r, x in alike]
         # Those of a peak that was changed since are not its own.
-        known = [(r, of) for r, of, peak in each if of and max(of) == peak]
+        known = tuple((r, of) for r, of, peak in each if of and max(of) == peak)
         if len(known) > 1 and len({len(of) for _, of in known}) == 1:
             found[name] = largest_moment(known, rows)
     return found
