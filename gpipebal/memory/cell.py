@@ -13,6 +13,7 @@ from gpipebal.memory.layer_peaks import (
     copied,
     first_forward_peak,
     forward_peak,
+    peak_at_cut,
     uncopied_peak,
 )
 from gpipebal.memory.ties import Ties
@@ -351,29 +352,33 @@ class Cell:
     def backward_peak(self, k: int, layer: LayerProfile, gradients_exist: bool) -> int:
         """Return the largest memory of a layer's backward in this cell, in the place of layer k."""
         copies = layer.cut_copied_bytes or layer.chained_cut_copied_bytes
-        inside = not (copies and self._is_cut(k))
-        peak = uncopied_peak(layer, gradients_exist, inside=inside)
+        at_cut = self._given_at_cut(k) if copies else 0
+        peak = peak_at_cut(uncopied_peak, layer, gradients_exist, at_cut)
         if k + 1 < len(self.layers):
-            chained = chained_peak(layer, gradients_exist, inside=inside)
+            chained = peak_at_cut(chained_peak, layer, gradients_exist, at_cut)
             peak = min(peak, chained + self._gradients.kept(k))
         # What is handed through is copied only where it goes through the whole cell.
         return peak if k or not self.handed_through else peak + copied(layer, gradients_exist)
 
-    def _is_cut(self, k: int) -> bool:
-        """Whether layer k is given what the cell is given: gradients of that are kept apart.
+    def _given_at_cut(self, k: int) -> int | None:
+        """Return the bytes of what layer k is given and the cell is given too; None: of all of it.
 
-        So is that of what it pops, if it is given the same as its value by other layers.
+        Gradients of that are kept apart. So is that of what it pops, if it is given the same as its
+        value by other layers.
         """
         layer = self.first + k
         value = self.profile.with_gradient(self.profile.layers[layer - 1].outputs if k else ())
         popped = self._popped.get(layer, ())
         twice = [s for s in popped if s.source + 1 < layer and not value.isdisjoint(s.storages)]
         if not k or twice:
-            return True
+            return None
         given = value.union(*(self.profile.with_gradient(skip.storages) for skip in popped))
         received = self.value if self.first else frozenset[int]()
         received = received.union(*(s.storages for s in self.incoming if s.destination <= layer))
-        return not given.isdisjoint(received)
+        both = given & received
+        # Of what is given twice there are two gradients.
+        is_further = bool(both) and self.profile.further_gradients(layer - 1) > 0
+        return None if is_further else self.profile.bytes_of(both)
 
     @cached_property
     def _popped(self) -> Mapping[int, Sequence[SkipProfile]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from gpipebal.profile import LayerProfile, Profile
 
 __all__ = [
@@ -10,6 +12,7 @@ __all__ = [
     "copied",
     "first_forward_peak",
     "forward_peak",
+    "peak_at_cut",
     "uncopied_peak",
 ]
 
@@ -75,3 +78,18 @@ def chained_peak(layer: LayerProfile, gradients_exist: bool, *, inside: bool) ->
     if known is None:
         return uncopied_peak(layer, gradients_exist, inside=inside)
     return max(0, known - layer.chained_cut_copied_bytes) if inside else known
+
+
+def peak_at_cut(
+    peak: Callable[..., int], layer: LayerProfile, gradients_exist: bool, at_cut: int | None
+) -> int:
+    """Return the largest memory of a backward some of whose inputs are given to its partition.
+
+    Args:
+        peak: `uncopied_peak` or `chained_peak`.
+        layer: Costs of the layer.
+        gradients_exist: Whether gradients of its parameters exist.
+        at_cut: Bytes of those inputs: of other gradients it makes no copies. None: all are.
+    """
+    inside, cut = (peak(layer, gradients_exist, inside=inside) for inside in (True, False))
+    return cut if at_cut is None else min(cut, inside + at_cut)

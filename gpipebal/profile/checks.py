@@ -51,6 +51,7 @@ STORAGE_FIELDS = (
     "handed_through",
     "kept_outputs",
     "gradient_storages",
+    "through_gradient_storages",
     "written",
 )
 _STEP_TIMES = (

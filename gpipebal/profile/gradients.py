@@ -12,7 +12,7 @@ hands it through.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,12 +31,16 @@ class GradientMemory(NamedTuple):
         maker: The layer whose backward makes it; the number of layers: that of the loss.
         lowest_value: The first layer that is given it for its output; `maker`: none is.
         sources: Layers that have stashed a value whose gradient lies in it, in ascending order.
+        copied: Ranges of layers, by the first and the one behind the last. A partition that begins
+            with one of them copies what these are given of it as soon as it is there: they hand it
+            through. So the first layer that holds it is the one behind them.
     """
 
     n_bytes: int
     maker: int
     lowest_value: int
     sources: tuple[int, ...] = ()
+    copied: tuple[tuple[int, int], ...] = ()
 
     @property
     def lowest(self) -> int:
@@ -49,7 +53,8 @@ class GradientMemory(NamedTuple):
         What a layer before the partition has stashed does not hold it: that gets a copy.
         """
         own = (source for source in self.sources if source >= first)
-        return min((self.lowest_value, *own))
+        behind = (stop for low, stop in self.copied if low <= first < stop)
+        return min((next(behind, self.lowest_value), *own))
 
 
 class GradientCopy(NamedTuple):
@@ -116,13 +121,13 @@ class _Holders:
     makers: list[int] = field(default_factory=list)
     given: list[int] = field(default_factory=list)
     sources: set[int] = field(default_factory=set)
+    copied: tuple[tuple[int, int], ...] = ()
 
     def as_memory(self) -> GradientMemory:
         """Return what is known in the end."""
         maker = max(self.makers)
-        return GradientMemory(
-            self.n_bytes, maker, min(self.given, default=maker), tuple(sorted(self.sources))
-        )
+        lowest = min(self.given, default=maker)
+        return GradientMemory(self.n_bytes, maker, lowest, tuple(sorted(self.sources)), self.copied)
 
 
 def find_flow(profile: Profile) -> GradientFlow:
@@ -135,8 +140,8 @@ def find_flow(profile: Profile) -> GradientFlow:
     Example:
         >>> from gpipebal.profile import Profile
         >>> find_flow(Profile.from_costs([1.0, 1.0], output_bytes=[8, 2])).memory
-        (GradientMemory(n_bytes=2, maker=2, lowest_value=1, sources=()), \
-GradientMemory(n_bytes=8, maker=1, lowest_value=0, sources=()))
+        (GradientMemory(n_bytes=2, maker=2, lowest_value=1, sources=(), copied=()), \
+GradientMemory(n_bytes=8, maker=1, lowest_value=0, sources=(), copied=()))
     """
     holders: dict[Hashable, _Holders] = {}
     given: list[list[Hashable]] = [[] for _ in range(profile.n_layers + 1)]
@@ -160,18 +165,21 @@ GradientMemory(n_bytes=8, maker=1, lowest_value=0, sources=()))
             one.sources.add(skip.source)
             given[skip.source].append(key)
             of_skips[-1].append(key)
+    copies = list(_copies(profile))
+    for key, ranges in _copied_at_once(profile, copies).items():
+        holders[key].copied = tuple(ranges)
     place = {key: index for index, key in enumerate(holders)}
     return GradientFlow(
         tuple(one.as_memory() for one in holders.values()),
         tuple(tuple(place[key] for key in dict.fromkeys(keys)) for keys in given),
         tuple(tuple(place[key] for key in keys) for keys in of_skips),
-        tuple(_copies(profile)),
+        tuple(copy for _, copy in copies),
         tuple(_sums(profile)),
     )
 
 
-def _copies(profile: Profile) -> Iterator[GradientCopy]:
-    """Yield copies of gradients of inputs that layers hand through."""
+def _copies(profile: Profile) -> Iterator[tuple[int, GradientCopy]]:
+    """Yield storages of inputs that layers hand through, with the copies of their gradients."""
     layers = profile.layers
     last_of: dict[int, int] = {}
     for k in reversed(range(profile.n_layers - 1)):
@@ -185,7 +193,34 @@ def _copies(profile: Profile) -> Iterator[GradientCopy]:
                 continue
             alone = profile.bytes_of(held) == profile.gradients_into(last)
             if not alone or n_bytes not in (profile.storages[one] for one in held):
-                yield GradientCopy(n_bytes, k, last)
+                yield storage, GradientCopy(n_bytes, k, last)
+
+
+def _copied_at_once(
+    profile: Profile, copies: Iterable[tuple[int, GradientCopy]]
+) -> dict[int, list[tuple[int, int]]]:
+    """Find the memory of gradients that partitions let go of early, by storage.
+
+    Returns:
+        What `GradientMemory.copied` says of each.
+    """
+    copied: dict[int, set[int]] = {}
+    for storage, copy in copies:
+        for k in range(copy.first, copy.last + 1):
+            copied.setdefault(k, set()).add(storage)
+    found: dict[int, list[tuple[int, int]]] = {}
+    for k in sorted(copied):
+        layer = profile.layers[k]
+        # Nothing else lies there, and of all that does a copy is counted.
+        if copied[k] >= profile.with_gradient(layer.handed_through):
+            alone = set(layer.through_gradient_storages)
+            for storage in alone.intersection(layer.gradient_storages or ()):
+                ranges = found.setdefault(storage, [])
+                if ranges and ranges[-1][1] == k:
+                    ranges[-1] = ranges[-1][0], k + 1
+                else:
+                    ranges.append((k, k + 1))
+    return found
 
 
 def _sums(profile: Profile) -> Iterator[StashedSum]:

@@ -73,6 +73,9 @@ class LayerProfile:
             output, if the next layer is in the same partition: those of larger gradients, where
             they are parts of these, and the same as those of the next layer, as far as that hands
             on what it is given. None: not known, take memory of its own for each.
+        through_gradient_storages: Those of `gradient_storages` in which nothing lies but gradients
+            of outputs that are inputs themselves, the same tensors: a partition that begins with it
+            has a copy of these at once, and holds the storage no longer.
         forward_peak_bytes: Largest memory during its forward beyond what existed at its start; this
             includes its outputs and what it saves.
         no_grad_forward_peak_bytes: The same for a forward without a graph; None: not known, take
@@ -142,6 +145,7 @@ class LayerProfile:
     output_bytes: int = 0
     output_gradient_bytes: int | None = None
     gradient_storages: tuple[int, ...] | None = None
+    through_gradient_storages: tuple[int, ...] = ()
     forward_peak_bytes: int = 0
     no_grad_forward_peak_bytes: int | None = None
     written: tuple[int, ...] = ()
@@ -166,7 +170,7 @@ class LayerProfile:
 
     def __post_init__(self) -> None:
         keep_as_tuples(self, "outputs", "saved", "handed_through", "kept_outputs", "written")
-        keep_as_tuples(self, *MOMENTS.values())
+        keep_as_tuples(self, "through_gradient_storages", *MOMENTS.values())
         if self.gradient_storages is not None:
             keep_as_tuples(self, "gradient_storages")
 

@@ -10,9 +10,10 @@ cells), version 9 (without what gradients hold that are parts of larger ones), v
 the bytes of inputs that layers write to), version 11 (without what gradients have in common, and
 which inputs are written to), version 12 (without how much of peaks is copies of gradients that have
 memory in common), version 13 (without which outputs layers keep), version 14 (without groups of an
-optimizer) and version 15 (without the moments that peaks are of). What they do not tell is
-unknown, so that every storage between layers is taken to have a gradient, in memory of its own, and
-to be another for each micro-batch.
+optimizer) and version 15 (without the moments that peaks are of, and without which memory only
+gradients of what layers hand through lie in). What they do not tell is unknown, so that every
+storage between layers is taken to have a gradient, in memory of its own, and to be another for each
+micro-batch.
 """
 
 from __future__ import annotations

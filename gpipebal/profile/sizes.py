@@ -331,10 +331,15 @@ def _sets(profile: Profile) -> tuple[Any, ...]:
     loss = profile.step.loss
     return (
         (profile.inputs, profile.common_inputs),
-        tuple((layer.outputs, layer.saved, layer.gradient_storages) for layer in profile.layers),
+        tuple(map(_sets_of_layer, profile.layers)),
         profile.skips,
         None if loss is None else (loss.outputs, loss.saved),
     )
+
+
+def _sets_of_layer(layer: LayerProfile) -> tuple[Any, ...]:
+    gradients = layer.gradient_storages, layer.through_gradient_storages
+    return layer.outputs, layer.saved, *gradients
 
 
 def _named(profile: Profile) -> set[int]:

@@ -111,6 +111,7 @@ def known_columns(
                 given_own=given_own[k],
                 memory=found.gradients.given[k],
                 storages=found.gradients.storages[k],
+                through=found.gradients.through[k],
             ),
         }
         for k, module in enumerate(modules)

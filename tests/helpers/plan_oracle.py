@@ -59,6 +59,7 @@ def profiles(draw: st.DrawFn, largest: int = 5, shortest: int = 0) -> gb.Profile
             handed_through=draw(some(2)),
             output_gradient_bytes=draw(unknown),
             gradient_storages=draw(st.none() | some(2)),
+            through_gradient_storages=draw(some(2)),
             output_bytes=draw(few),
             forward_peak_bytes=draw(more),
             no_grad_forward_peak_bytes=draw(unknown),

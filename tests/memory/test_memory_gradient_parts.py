@@ -263,7 +263,7 @@ CHAINS = [
     inner_waits_longer,
     outer_waits_longer,
 ]
-#: Where a partition hands a part through from its beginning, plans take it to hold the whole.
+#: Where values of several tensors are divided, plans may count a gradient too much.
 NEARLY = [one_of_two_values, one_of_two_beside_a_skip, two_in_one]
 
 
@@ -318,6 +318,36 @@ def test_values_of_several_tensors_hold_the_whole(make: Any) -> None:
                 assert n_bytes <= memory.total + FEW, (balance, checkpoint)
                 least = memory.total - memory.waiting - 48 * (WIDE + NARROW) * 4
                 assert least <= n_bytes + FEW, (balance, checkpoint)
+
+
+def added_behind_a_cut() -> list[nn.Module]:
+    """A partition is given two values whose gradients are one, and does little else with them."""
+    way_there = [nn.Linear(NARROW, NARROW), Two(), nn.Identity(), nn.Identity()]
+    return [*way_there, Total(), nn.Linear(NARROW, 8)]
+
+
+def constants_behind_a_cut() -> list[nn.Module]:
+    """What is handed through has a small part of a larger gradient."""
+    way_there = [nn.Linear(NARROW, NARROW), Two(), Along(Busy()), Along(nn.Tanh())]
+    return [*way_there, Join(), WithOnes(), nn.Linear(WIDE + 2 * NARROW, 8)]
+
+
+@pytest.mark.parametrize("rows", [48, 1])
+@pytest.mark.parametrize(
+    "make", [one_of_two_values, two_in_one, added_behind_a_cut, constants_behind_a_cut]
+)
+def test_what_is_handed_through_from_a_cut_holds_no_whole(make: Any, rows: int) -> None:
+    """Its gradient is copied at once, so a partition that begins there needs what is counted."""
+    layers, inputs = nn.Sequential(*make()), torch.randn(rows, NARROW)
+    profile = measured(layers, inputs, loss_fn=squares)
+    assert [bool(layer.through_gradient_storages) for layer in profile.layers[:4]].count(True) > 0
+    for k in (2, 3):
+        assert profile.layers[k].handed_through
+        for checkpoint in ("never", "always"):
+            balance = [k, len(layers) - k]
+            plan = evaluate(profile, balance, checkpoint=checkpoint, loss_inside=True)
+            found = counted(layers, balance, inputs, chunks=1, checkpoint=checkpoint)
+            assert abs(plan.partitions[1].memory.total - found[1]) <= FEW, (k, checkpoint)
 
 
 def test_a_part_is_held_while_other_gradients_are_made() -> None:

@@ -148,7 +148,7 @@ CHAINS = {
     parts_of_one_memory: 2,
     sum_of_parts: 2,
     sum_of_parts_behind_parameters: 2,
-    half_handed_through: 2,
+    half_handed_through: 0,
 }
 
 

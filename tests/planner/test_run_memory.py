@@ -346,6 +346,7 @@ def _with_many_skips(rng: random.Random) -> gb.Profile:
             handed_through=some(2),
             output_gradient_bytes=rng.choice([None, 200]),
             gradient_storages=rng.choice([None, some(2)]),
+            through_gradient_storages=some(2),
             written=some(1),
             forward_peak_bytes=rng.randint(0, 900),
             backward_peak_bytes=rng.randint(0, 900),

@@ -44,6 +44,7 @@ def profiles(draw: st.DrawFn) -> Profile:
                 outputs=indices.map(tuple),
                 saved=indices.map(tuple),
                 handed_through=indices.map(tuple),
+                through_gradient_storages=indices.map(tuple),
             ),
             min_size=1,
             max_size=4,
@@ -323,6 +324,14 @@ def test_a_file_of_version_14_is_read() -> None:
         Profile.from_dict(record)
     del record["step"]["optimizer_groups"]
     assert Profile.from_dict(record) == profile
+
+
+def test_a_file_of_version_15_is_read() -> None:
+    """It does not tell which memory only gradients of what is handed through lie in."""
+    record = {**_record(), "version": 15}
+    for layer in record["layers"]:
+        del layer["through_gradient_storages"]
+    assert Profile.from_dict(record) == Profile.from_costs([1.0, 2.0])
 
 
 def test_groups_of_an_optimizer_have_bytes_of_every_layer() -> None:

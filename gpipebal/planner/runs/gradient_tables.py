@@ -106,12 +106,15 @@ class GradientTables:
     def _until(self, place: int) -> Table:
         """Return the first layer that is given any of a piece of memory; see `GradientMemory`."""
         one = self._flow.memory[place]
-        if not one.sources:
+        if not one.sources and not one.copied:
             return np.array([one.lowest_value])
         found = np.full(len(self._firsts), one.lowest_value)
+        for low, stop in one.copied:
+            found[(low <= self._firsts) & (self._firsts < stop)] = stop
+        own = np.full(len(self._firsts), one.maker)
         for source in reversed(one.sources):
-            found[self._firsts <= source] = source
-        return np.minimum(found, one.lowest_value)
+            own[self._firsts <= source] = source
+        return np.minimum(found, own)
 
     def _find_parts(self) -> Iterator[Living]:
         """Yield what lives in runs: memory that they make, and copies for runs before them."""
@@ -122,7 +125,7 @@ class GradientTables:
             n_bytes = self._profile.gradient_bytes_of(skip.storages)
             amount, since = self._column([n_bytes]), np.array([skip.source])
             alone = [self._flow.memory[place] for place in places]
-            own = (n_bytes, skip.destination, skip.destination, (skip.source,))
+            own = (n_bytes, skip.destination, skip.destination, (skip.source,), ())
             if [tuple(one) for one in alone] == [own] and places[0] in whole:
                 # Wherever the run begins, it is as large, and nothing else is in it.
                 whole.discard(places[0])
@@ -195,31 +198,45 @@ class GradientTables:
             for peak in (uncopied_peak, chained_peak)
         ]
         if any(copies):
-            most = most + self.is_cut(k) * copies[0]
-            of_runs = of_runs + self.is_cut(k) * copies[1]
+            most = most + self.copied_at_cut(k, copies[0])
+            of_runs = of_runs + self.copied_at_cut(k, copies[1])
         return np.minimum(most, of_runs + kept)
 
-    def is_cut(self, k: int) -> Table:
-        """Tell, with 1 or 0 for every run, whether layer k is given what the run is given.
+    def copied_at_cut(self, k: int, copies: int) -> Table:
+        """Return how many bytes of copies layer k makes, in every run.
 
-        It is the first layer, it pops what a layer before the run has stashed, or that has been
-        handed through. So it counts if other layers give it as its value what it pops.
+        They are of what the run is given too: the layer is the first, it pops what a layer before
+        the run has stashed, or that has been handed through. So it counts if other layers give it
+        as its value what it pops.
+
+        Args:
+            k: Its index.
+            copies: Bytes of all copies, as it makes them as the first layer.
         """
-        return np.isin(self._firsts, sorted(self._firsts_cut(k))).astype(self._kind)
+        found = self._column([0]).repeat(len(self._layers))
+        for first, n_bytes in self._given_at_cut(k).items():
+            found[first] = copies if n_bytes is None else min(copies, n_bytes)
+        made: Table = found[self._firsts]
+        return made
 
-    def _firsts_cut(self, k: int) -> set[int]:
+    def _given_at_cut(self, k: int) -> dict[int, int | None]:
+        """Return, by first layer, the bytes of what layer k and the run are given; None: of all."""
         value = self._profile.with_gradient(self._layers[k - 1].outputs if k else ())
         skips = [skip for skip in self._profile.skips if skip.source < skip.destination == k]
         if any(s.source + 1 < k and not value.isdisjoint(s.storages) for s in skips):
-            return set(range(k + 1))
-        given = value.union(*(self._profile.with_gradient(skip.storages) for skip in skips))
-        firsts = {k}
-        for storage in given:
-            firsts.update(first for first in self._given_first.get(storage, ()) if first < k)
+            return dict.fromkeys(range(k + 1))
+        found: dict[int, int | None] = {}
+        for storage in value.union(*(self._profile.with_gradient(s.storages) for s in skips)):
+            firsts = {first for first in self._given_first.get(storage, ()) if first < k}
             for skip in self._skips_of.get(storage, ()):
                 if skip.destination <= k:
                     firsts.update(range(skip.source + 1, skip.destination + 1))
-        return firsts
+            for first in firsts:
+                found[first] = (found.get(first) or 0) + self._profile.storages[storage]
+        if k and self._profile.further_gradients(k - 1) > 0:
+            found = dict.fromkeys(found)
+        found[k] = None
+        return found
 
     @cached_property
     def _given_first(self) -> Mapping[int, Sequence[int]]:

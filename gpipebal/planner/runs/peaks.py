@@ -325,7 +325,8 @@ class RunPeaks:
             cut = uncopied_peak(layer, exist, inside=False)
             cut -= uncopied_peak(layer, exist, inside=True)
             if cut:
-                missing[:, ends - 1 == k] += ((1 - self._gradients.is_cut(k)) * cut)[:, None]
+                not_made = cut - self._gradients.copied_at_cut(k, cut)
+                missing[:, ends - 1 == k] += not_made[:, None]
         for first, end in self._chain.runs_that_hand_through():  # copied at their beginning
             missing[self.firsts == first, end - 1] -= copies[first]
         return missing

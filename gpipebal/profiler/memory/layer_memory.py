@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -46,6 +46,8 @@ class LayerGradients(NamedTuple):
         n_outputs: How many outputs, with those that it stashes.
         popped: How many of the last inputs belong to each skip that it pops.
         stashed: How many of the last outputs belong to each skip that it stashes.
+        passed_on: Places of outputs that are inputs, the same tensors, whose gradients go back as
+            they came.
     """
 
     given: Mapping[int, tuple[int, int]]
@@ -54,6 +56,7 @@ class LayerGradients(NamedTuple):
     n_outputs: int
     popped: Sequence[int]
     stashed: Sequence[int]
+    passed_on: Collection[int] = ()
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ class LayerMemory:
         given_own: bool,
         memory: Sequence[GivenMemory],
         storages: tuple[int, ...] | None,
+        through: tuple[int, ...],
     ) -> dict[str, Any]:
         """Return the columns of a layer profile, with what the layer has all the time.
 
@@ -130,6 +134,7 @@ class LayerMemory:
             given_own: What `given_their_own` says of it.
             memory: What `number_gradients` says of it, and so the next.
             storages: What the gradients lie in that it is given for its output.
+            through: Those of them in which nothing lies but gradients of what it passes on.
 
         Raises:
             ProfileError: the forward makes parameters, which the caller's layer does not have yet.
@@ -142,7 +147,7 @@ class LayerMemory:
                 f"(expected {n_before}, as many as before).\nFix: run model(sample) once."
             )
         columns = {name: each for name, each in vars(self).items() if name in _COLUMNS}
-        columns |= own | {"gradient_storages": storages}
+        columns |= own | {"gradient_storages": storages, "through_gradient_storages": through}
         columns |= self.peaks.columns(given_own=given_own, memory=memory)
         columns["buffer_bytes"] += max(0, self.kept_bytes - sum(map(bytes_of, kept_by(layer))))
         return columns
@@ -171,11 +176,14 @@ class ChainGradients(NamedTuple):
 
     Attributes:
         storages: For each layer, those of what its backward is given for its output.
+        through: For each layer, those of them in which nothing lies but gradients of what it passes
+            on.
         given: For each layer, the memory of what its backward is given, in one or another case.
         skips: For each skip, those of its gradient.
     """
 
     storages: Sequence[tuple[int, ...] | None]
+    through: Sequence[tuple[int, ...]]
     given: Sequence[Sequence[GivenMemory]]
     skips: Mapping[Key, tuple[int, ...] | None]
 
@@ -193,6 +201,7 @@ def number_gradients(
         numbers: Takes the storages.
     """
     storages: list[tuple[int, ...] | None] = []
+    through: list[tuple[int, ...]] = []
     given: list[tuple[GivenMemory, ...]] = []
     skips: dict[Key, _Numbered] = {}
     value: _Numbered | None = None
@@ -204,6 +213,7 @@ def number_gradients(
         if value is None:
             value = {p: numbers.new(n) for p, (_, n) in gradients.given.items() if p < place}
         storages.append(_distinct(value))
+        through.append(_of_passed_on(value, gradients.passed_on))
         arrived = dict(value)
         for key, n_leaves in zip(stashed, gradients.stashed, strict=True):
             arrived |= {place + p: number for p, number in skips[key].items()}
@@ -217,7 +227,7 @@ def number_gradients(
             skips[key] = {p - place: back[p] for p in back if place <= p < place + n_leaves}
             place += n_leaves
     by_skip = {key: _distinct(numbered) for key, numbered in skips.items()}
-    return ChainGradients(storages[::-1], given[::-1], by_skip)
+    return ChainGradients(storages[::-1], through[::-1], given[::-1], by_skip)
 
 
 #: Numbers of the storages of gradients, by place of the tensor; None: it has none of its own.
@@ -228,6 +238,13 @@ _Numbered = dict[int, int | None]
 def _distinct(numbered: _Numbered) -> tuple[int, ...] | None:
     """Return the numbers, each once; None: one is not known."""
     return None if None in numbered.values() else distinct_numbers(numbered.values())
+
+
+def _of_passed_on(numbered: _Numbered, passed_on: Collection[int]) -> tuple[int, ...]:
+    """Return the numbers of what nothing lies in but gradients of what is passed on."""
+    others = {number for place, number in numbered.items() if place not in passed_on}
+    known = distinct_numbers(numbered.values()) if None not in numbered.values() else ()
+    return tuple(number for number in known if number not in others)
 
 
 def _given_memory(*found: _Numbered, numbers: Numbers) -> tuple[GivenMemory, ...]:

@@ -87,6 +87,7 @@ class LayerRun(NamedTuple):
         constant: Those of them that exist all the time.
         through: For each input that was handed through, by place, the key of its storage and the
             place of the output that it is.
+        passed_on: Places of such outputs that are inputs, the same tensors.
         kept_bytes: Bytes of what the layer keeps after its forward, besides its parameters.
         hands_back: In which memory each input's gradient is, by place; None: in none of its own.
         has_copied: Whether the gradient that is kept of an input is a copy, apart from those that
@@ -104,6 +105,7 @@ class LayerRun(NamedTuple):
     saved: dict[int, int]
     constant: set[int]
     through: dict[int, tuple[int, int]]
+    passed_on: frozenset[int]
     kept_bytes: int
     hands_back: dict[int, HandedBack | None]
     has_copied: bool
@@ -239,6 +241,9 @@ def _run_backward(
         saved=forward.saved,
         constant=forward.constant,
         through=through,
+        passed_on=frozenset(
+            at for place, (_, at) in through.items() if outputs[at] is inputs[place]
+        ),
         kept_bytes=forward.kept_bytes,
         hands_back=back,
         has_copied=any(

@@ -158,6 +158,7 @@ def _described(
             n_outputs=len(chain.outputs(k, run.passed)),
             popped=[len(arrived.skips[key]) for key in chain.pops[k]],
             stashed=[len(hands_on.skips[key]) for key in chain.stashes[k]],
+            passed_on=run.passed_on,
         ),
     }
     return columns, hands_on
