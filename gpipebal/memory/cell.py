@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -352,42 +352,13 @@ class Cell:
     def backward_peak(self, k: int, layer: LayerProfile, gradients_exist: bool) -> int:
         """Return the largest memory of a layer's backward in this cell, in the place of layer k."""
         copies = layer.cut_copied_bytes or layer.chained_cut_copied_bytes
-        at_cut = self._given_at_cut(k) if copies else 0
+        at_cut = self._gradients.at_cut(k) if copies else 0
         peak = peak_at_cut(uncopied_peak, layer, gradients_exist, at_cut)
         if k + 1 < len(self.layers):
             chained = peak_at_cut(chained_peak, layer, gradients_exist, at_cut)
             peak = min(peak, chained + self._gradients.kept(k))
         # What is handed through is copied only where it goes through the whole cell.
         return peak if k or not self.handed_through else peak + copied(layer, gradients_exist)
-
-    def _given_at_cut(self, k: int) -> int | None:
-        """Return the bytes of what layer k is given and the cell is given too; None: of all of it.
-
-        Gradients of that are kept apart. So is that of what it pops, if it is given the same as its
-        value by other layers.
-        """
-        layer = self.first + k
-        value = self.profile.with_gradient(self.profile.layers[layer - 1].outputs if k else ())
-        popped = self._popped.get(layer, ())
-        twice = [s for s in popped if s.source + 1 < layer and not value.isdisjoint(s.storages)]
-        if not k or twice:
-            return None
-        given = value.union(*(self.profile.with_gradient(skip.storages) for skip in popped))
-        received = self.value if self.first else frozenset[int]()
-        received = received.union(*(s.storages for s in self.incoming if s.destination <= layer))
-        both = given & received
-        # Of what is given twice there are two gradients.
-        is_further = bool(both) and self.profile.further_gradients(layer - 1) > 0
-        return None if is_further else self.profile.bytes_of(both)
-
-    @cached_property
-    def _popped(self) -> Mapping[int, Sequence[SkipProfile]]:
-        """Skip connections by the layer that pops them."""
-        found: dict[int, list[SkipProfile]] = {}
-        for skip in self.profile.skips:
-            if skip.source < skip.destination:
-                found.setdefault(skip.destination, []).append(skip)
-        return found
 
     @cached_property
     def _gradients(self) -> PartitionGradients:

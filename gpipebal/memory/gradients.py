@@ -9,7 +9,8 @@ end of the backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -70,7 +71,8 @@ class PartitionGradients:
     """
 
     def __init__(self, profile: Profile, first: int, end: int, *, has_loss: bool) -> None:
-        self._flow, self._first = profile.gradient_flow, first
+        self._profile, self._first, self._end = profile, first, end
+        self._flow = profile.gradient_flow
         # What is made behind this is what the backward starts from.
         self._stop = end + has_loss
         changes = [0] * (self._stop - first + 1)
@@ -110,4 +112,42 @@ class PartitionGradients:
             one = self._flow.memory[place]
             if one.maker >= self._stop or (k and one.until(self._first) < layer):
                 found += one.n_bytes
+        return found
+
+    def at_cut(self, k: int) -> int | None:
+        """Return the bytes of what layer k is given and the partition is given too.
+
+        Gradients of that are kept apart. So is that of what the layer pops, if other layers give it
+        the same as its value.
+
+        Returns:
+            None: all that it is given, and all that is made of it.
+        """
+        layer, profile = self._first + k, self._profile
+        value = profile.with_gradient(profile.layers[layer - 1].outputs if k else ())
+        popped = self._popped.get(layer, ())
+        twice = [s for s in popped if s.source + 1 < layer and not value.isdisjoint(s.storages)]
+        if not k or twice:
+            return None
+        given = value.union(*(profile.with_gradient(skip.storages) for skip in popped))
+        received = set(profile.layers[self._first - 1].outputs if self._first else ())
+        received.update(*(s.storages for s in self._incoming if s.destination <= layer))
+        both = given & received
+        # Of what is given twice there are two gradients.
+        is_further = bool(both) and profile.further_gradients(layer - 1) > 0
+        return None if is_further else profile.bytes_of(both)
+
+    @cached_property
+    def _incoming(self) -> Sequence[SkipProfile]:
+        """Skip connections from earlier partitions."""
+        skips = self._profile.skips
+        return [s for s in skips if s.source < self._first <= s.destination < self._end]
+
+    @cached_property
+    def _popped(self) -> Mapping[int, Sequence[SkipProfile]]:
+        """Skip connections by the layer that pops them."""
+        found: dict[int, list[SkipProfile]] = {}
+        for skip in self._profile.skips:
+            if skip.source < skip.destination:
+                found.setdefault(skip.destination, []).append(skip)
         return found
