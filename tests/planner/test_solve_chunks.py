@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 import gpipebal as gb
 from gpipebal.errors import BalanceError, ProfileError
 from gpipebal.planner import evaluate, solve, top_plans
-from gpipebal.planner.posing import pose
+from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Options, ask
+from gpipebal.planner.search import best
 from gpipebal.planner.search.lower_bounds import lower_bound_of
 from gpipebal.problem.chunking import at_chunks, chunk_candidates
 
@@ -50,6 +51,25 @@ def test_several_sizes_part_the_mini_batch() -> None:
     beyond = solve(profile, 2, chunks=1)
     assert "lies beyond them: its costs are extrapolated" in beyond.notes[0]
     assert evaluate(profile, [2, 2], chunks=16, checkpoint="never").makespan == plan.makespan
+
+
+def test_the_bound_over_several_numbers_is_the_least_of_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A number whose plan leaves a gap may have a better one, whatever was proven for others."""
+    found: list[best.Best] = []
+    best_of = best.best_of
+
+    def with_a_gap_at_first(posed: Posed) -> best.Best:
+        one = best_of(posed)
+        found.append(one if found else one._replace(lower_bound=one.lower_bound / 2))
+        return found[-1]
+
+    monkeypatch.setattr(best, "best_of", with_a_gap_at_first)
+    monkeypatch.setattr(best, "quick_bound_of", lambda posed: 0.0)  # none is left out by its bound
+    plan = solve(sized([1.0, 2.0, 1.0, 3.0], [1.0] * 4), 2, chunks=[4, 8, 16])
+    assert len(found) == 3
+    assert plan.lower_bound == min(one.lower_bound for one in found) < plan.value
 
 
 def test_one_size_repeats_the_micro_batch() -> None:
