@@ -429,3 +429,21 @@ def test_a_scaled_loss_gives_scaled_gradients() -> None:
     assert_same_gradients(pipe, plain)
     scaler.step(optimizer)
     scaler.update()
+
+
+@NAMES
+def test_a_loss_that_is_a_part_of_something_large_is_kept_alone(schedule: str) -> None:
+    """What it is a part of is gone before the next micro-batch has as much."""
+    made: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def loss_of(output: Tensor) -> Tensor:
+        alive.append(sum(one() is not None for one in made))
+        terms = torch.cat([output.sum().view(1), output.new_zeros(1000)])
+        made.append(weakref.ref(terms.untyped_storage()))
+        return terms[0]
+
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=4)
+    loss = pipe.step(torch.ones(8, 2), loss_fn=loss_of, reduction="sum", schedule=schedule)
+    assert loss.untyped_storage().nbytes() == loss.nbytes
+    assert len(made) >= 4 and not any(alive)
