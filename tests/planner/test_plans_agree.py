@@ -98,12 +98,15 @@ def value_of(plan: gb.Plan, objective: str) -> float:
     ]
 
 
-def fits(plan: gb.Plan) -> bool:
-    """Whether every partition keeps its limit."""
-    return all(
-        part.memory_limit is None or part.memory.total <= part.memory_limit
-        for part in plan.partitions
-    )
+def fits(plan: gb.Plan, limit: int | None) -> bool:
+    """Whether every partition keeps a limit."""
+    return limit is None or value_of(plan, "peak_memory") <= limit
+
+
+def limit_of(plans: list[gb.Plan], tightness: float) -> int:
+    """Return the peak of one of the plans: of those that need most, or, if tight, of the least."""
+    peaks = sorted({value_of(plan, "peak_memory") for plan in plans})
+    return int(peaks[int((len(peaks) - 1) * (1 - tightness))])
 
 
 @settings(max_examples=examples(25), deadline=None, suppress_health_check=SLOW)
@@ -117,10 +120,10 @@ def test_no_balance_that_evaluate_knows_is_better(
     """
     profile, n, options = question
     objective = options["objective"]
-    peaks = sorted(value_of(plan, "peak_memory") for plan in all_plans(profile, n, options))
-    if tightness > 0.3:
-        options["memory_limit"] = int(peaks[int((len(peaks) - 1) * (1 - tightness))])
-    values = [value_of(plan, objective) for plan in all_plans(profile, n, options) if fits(plan)]
+    everything = list(all_plans(profile, n, options))
+    limit = limit_of(everything, tightness) if tightness > 0.3 else None
+    options |= {} if limit is None else {"memory_limit": limit}
+    values = [value_of(one, objective) for one in everything if fits(one, limit)]
     try:
         plan = solve(profile, n, **options)
     except InfeasibleError as error:
@@ -128,7 +131,7 @@ def test_no_balance_that_evaluate_knows_is_better(
         assert not values and "those that were tried" not in str(error)
         return
     least = min(values)
-    assert fits(plan)
+    assert fits(plan, limit)
     assert plan.lower_bound <= least * (1 + 1e-12)
     assert plan.value >= least * (1 - 1e-12)
     if plan.status == "optimal":
@@ -157,8 +160,7 @@ def test_sensitivity_is_what_evaluate_says_of_moved_cuts(
     profile, n, options = question
     plan = solve(profile, n, **options)
     if tightness > 0.3:
-        peaks = sorted({value_of(one, "peak_memory") for one in all_plans(profile, n, options)})
-        options["memory_limit"] = int(peaks[int((len(peaks) - 1) * (1 - tightness))])
+        options["memory_limit"] = limit_of(list(all_plans(profile, n, options)), tightness)
         try:
             plan = solve(profile, n, **options)
         except InfeasibleError:
@@ -174,7 +176,7 @@ def test_sensitivity_is_what_evaluate_says_of_moved_cuts(
                 continue
             bounds = (0, *accumulate(balance))
             moved = evaluated(profile, bounds, plan.modes, plan.devices, options)
-            assert (more is not None) == fits(moved)
+            assert (more is not None) == fits(moved, options.get("memory_limit"))
             if more is not None:
                 growth = value_of(moved, options["objective"]) - plan.value
                 assert more == pytest.approx(growth, rel=1e-9, abs=1e-9 * plan.value)
@@ -210,11 +212,11 @@ def test_each_of_the_best_plans_is_optimal_among_those_left(
     options["schedule"] = "gpipe"
     if options["objective"] == "peak_memory":
         options["objective"] = "makespan"
-    peaks = sorted(value_of(plan, "peak_memory") for plan in all_plans(profile, n, options))
-    options["memory_limit"] = int(peaks[int((len(peaks) - 1) * (1 - tightness))])
+    everything = list(all_plans(profile, n, options))
+    options["memory_limit"] = limit = limit_of(everything, tightness)
     best: dict[tuple[int, ...], float] = {}
-    for plan in all_plans(profile, n, options):
-        if fits(plan):
+    for plan in everything:
+        if fits(plan, limit):
             value = value_of(plan, options["objective"])
             best[plan.balance] = min(value, best.get(plan.balance, value))
     try:

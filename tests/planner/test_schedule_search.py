@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from itertools import combinations, pairwise, permutations
 from typing import Any
 
@@ -23,12 +24,19 @@ from gpipebal.schedule import (
     CHECKPOINT_MODES,
     KNOWN_SCHEDULES,
     CheckpointMode,
+    Order,
     order_of,
 )
 from gpipebal.simulator import Durations, place, weight_shares
 from gpipebal.solvers import deadline
 
 Bounds = tuple[int, ...]
+
+
+@cache
+def _order_of(name: str, n_devices: int, chunks: int, checkpoint: Any, each: int) -> Order:
+    """Make the order once for all splits that are simulated on it."""
+    return order_of(name, n_devices, chunks, checkpoint, partitions_per_device=each)
 
 
 def makespan_of(problem: Problem, name: str, bounds: Bounds, each: int = 1) -> float:
@@ -51,13 +59,7 @@ def makespan_of(problem: Problem, name: str, bounds: Bounds, each: int = 1) -> f
     durations = Durations(
         times(problem.forward), times(problem.recompute), times(problem.backward), **links
     )
-    order = order_of(
-        name,
-        len(runs) // each,
-        problem.chunks,
-        problem.checkpoint,  # type: ignore[arg-type]
-        partitions_per_device=each,
-    )
+    order = _order_of(name, len(runs) // each, problem.chunks, problem.checkpoint, each)
     overlap = problem.links is None or problem.links.overlaps
     return place(order, durations, overlap=overlap).makespan
 
