@@ -382,6 +382,12 @@ def test_impossible_durations_are_refused(time: float) -> None:
         Durations((1.0, 1.0), (1.0, 1.0), (1.0, time))
 
 
+def test_what_a_cell_takes_besides_its_layers_is_in_no_recompute_that_is_left_out() -> None:
+    """Forwards and backwards of layers without any time are cells all the same."""
+    times = Durations((1.0, 0.0), (1.0, 0.0), (2.0, 0.0)).longer_by(0.5)
+    assert times == Durations((1.5, 0.5), (1.5, 0.0), (2.5, 0.5))
+
+
 def test_durations_have_one_length() -> None:
     """Forward, recompute and backward times belong to the same partitions."""
     with pytest.raises(ProfileError, match=r"len\(backward\)=1 \(expected 2"):

@@ -34,7 +34,7 @@ from gpipebal.schedule import (
 )
 from gpipebal.schedule.orders import COLUMNS
 from gpipebal.simulator import Durations, engines, place, wavefront
-from gpipebal.timeline import Event, Timeline
+from gpipebal.timeline import COPY_KIND, Event, Timeline
 
 
 def spans(timeline: Timeline) -> dict[Cell, tuple[float, float]]:
@@ -231,6 +231,26 @@ def test_optimizer_steps_follow_the_last_action_of_each_device() -> None:
     timeline = place(gpipe_schedule(2, 1, "never"), uniform(2, optimizer=2.0))
     assert draw(timeline) == "0..A##\n.0A##."
     assert "# optimizer" in timeline.text_gantt()
+
+
+def test_an_optimizer_steps_when_its_device_has_sent_the_last_gradient() -> None:
+    """By hand: partition 1 goes back from 2 s to 3 s, and its device copies for 2 s more."""
+    times = Durations(
+        (1.0, 1.0), (0.0, 0.0), (1.0, 1.0), backward_transfer=(2.0, 0.0), optimizer=(1.0, 1.0)
+    )
+    for overlap, begins in ((False, 5.0), (True, 3.0)):
+        events = place(gpipe_schedule(2, 1, "never"), times, overlap=overlap).events
+        (step,) = [event for event in events if event.kind == "O" and event.partition == 1]
+        assert (step.start, step.end) == (begins, begins + 1.0)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_copy_begins_no_earlier_than_its_value_is_there(overlap: bool) -> None:
+    """Also where the two times that add up to its end are no longer these when one is taken off."""
+    assert (0.1 + 0.7) - 0.7 < 0.1
+    times = Durations((0.1, 0.1), (0.0, 0.0), (0.1, 0.1), forward_transfer=(0.0, 0.7))
+    events = place(gpipe_schedule(2, 1, "never"), times, overlap=overlap).events
+    assert min(event.start for event in events if event.kind == COPY_KIND) == 0.1
 
 
 def test_forwards_that_are_recomputed_may_be_faster() -> None:
