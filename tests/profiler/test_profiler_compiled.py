@@ -180,6 +180,10 @@ def test_a_profile_leaves_compilation_as_it_was() -> None:
     assert compiled[0] >= 1
 
 
+#: Kinds of layers that call one function, and for how many of them torch is told to compile it.
+N_KINDS, MOST_KINDS = 5, 3
+
+
 def _called(calls: Calls) -> nn.Sequential:
     """Layers of more kinds than torch compiles one function for, and that call one function."""
     halve = torch.compile(lambda x: x / 2, backend=calls, dynamic=False)
@@ -188,7 +192,7 @@ def _called(calls: Calls) -> nn.Sequential:
         def forward(self, x: Tensor) -> Tensor:
             return halve(super().forward(x))  # type: ignore[no-any-return]
 
-    return nn.Sequential(*[Halved(k, k + 1) for k in range(2, 12)])
+    return nn.Sequential(*[Halved(k, k + 1) for k in range(2, 2 + N_KINDS)])
 
 
 def _decorated(calls: Calls) -> nn.Sequential:
@@ -199,7 +203,7 @@ def _decorated(calls: Calls) -> nn.Sequential:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) / 2
 
-    return nn.Sequential(*[Halved(k, k + 1) for k in range(2, 12)])
+    return nn.Sequential(*[Halved(k, k + 1) for k in range(2, 2 + N_KINDS)])
 
 
 def _helped(calls: Calls) -> nn.Sequential:
@@ -213,7 +217,7 @@ def _helped(calls: Calls) -> nn.Sequential:
         def halve(self, x: Tensor) -> Tensor:
             return x / 2
 
-    return nn.Sequential(*[Halved(k, k + 1) for k in range(2, 12)])
+    return nn.Sequential(*[Halved(k, k + 1) for k in range(2, 2 + N_KINDS)])
 
 
 @pytest.mark.parametrize("make", [_called, _decorated, _helped])
@@ -228,13 +232,15 @@ def test_functions_that_layers_call_stay_compiled(
     model, sample = make(calls), torch.randn(4, 2)
     taken = []
     options = {"rows": (), "partitions": 1, **way}
-    calls.count("during", lambda: taken.append(profile(model, sample, **options)))
-    assert "recompile_limit" not in caplog.text
+    with torch._dynamo.config.patch(recompile_limit=MOST_KINDS):
+        calls.count("during", lambda: taken.append(profile(model, sample, **options)))
+        assert "recompile_limit" not in caplog.text
+        # As without a profile.
+        assert calls.count("after", lambda: model(sample)) == MOST_KINDS
     # To warm up and to measure: with a graph twice and without one, each time.
     assert calls.counts["during"] >= 6 * len(model)
-    assert calls.count("after", lambda: model(sample)) == 8  # of ten kinds, as without a profile
     (flag,) = (flag for flag in taken[0].provenance["flags"] if "compiled" in flag)
-    assert flag.startswith("10 layers, the first is '0': memory and operations are those of")
+    assert flag.startswith(f"{N_KINDS} layers, the first is '0': memory and operations are those of")
 
 
 def test_a_profile_in_which_nothing_is_compiled_keeps_what_was() -> None:
