@@ -240,7 +240,9 @@ def test_functions_that_layers_call_stay_compiled(
     # To warm up and to measure: with a graph twice and without one, each time.
     assert calls.counts["during"] >= 6 * len(model)
     (flag,) = (flag for flag in taken[0].provenance["flags"] if "compiled" in flag)
-    assert flag.startswith(f"{N_KINDS} layers, the first is '0': memory and operations are those of")
+    assert flag.startswith(
+        f"{N_KINDS} layers, the first is '0': memory and operations are those of"
+    )
 
 
 def test_a_profile_in_which_nothing_is_compiled_keeps_what_was() -> None:
