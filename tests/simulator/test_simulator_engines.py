@@ -298,6 +298,24 @@ def test_a_device_begins_with_its_launch_and_ends_no_earlier() -> None:
     assert [e[3:] for e in timeline.events if e.kind == "H"] == [(k, k + 1) for k in range(4)]
 
 
+def test_a_device_ends_no_earlier_than_it_was_told_all() -> None:
+    """By hand: kernels of 1 s that the host takes 3 s to launch."""
+    times = Durations((1.0,), (0.0,), (1.0,), forward_launch=(3.0,), backward_launch=(3.0,))
+    timeline = place(gpipe_schedule(1, 1, "never"), times)
+    assert [e[3:] for e in timeline.events if e.kind in "FB"] == [(0.0, 3.0), (3.0, 6.0)]
+
+
+def test_who_can_go_on_first_is_launched_first() -> None:
+    """By hand: partition 1 waits for what it needs, and asks when that is launched, at 1 s.
+
+    So does partition 0 for its next one, and comes first of two that ask at one time.
+    """
+    times = uniform(2, forward_launch=1.0, backward_launch=1.0)
+    events = place(gpipe_schedule(2, 2, "never"), times).events
+    launches = sorted((e.start, e.partition) for e in events if e.kind == "H")
+    assert [partition for _, partition in launches] == [0, 0, 1, 1, 1, 0, 1, 0]
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), launch=st.floats(0.0, 10.0))
 def test_a_host_only_delays(data: st.DataObject, launch: float) -> None:
