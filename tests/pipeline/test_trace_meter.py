@@ -15,6 +15,8 @@ from gpipebal.errors import KindError
 from gpipebal.pipeline import GPipe, measure_memory, trace
 from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.pipeline.observers.recorder import MiniBatchRecord
+from gpipebal.pipeline.process import eager
+from gpipebal.pipeline.process.blocks import all_shared_blocks
 from gpipebal.pipeline.values.lane import Lane
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode, gpipe_schedule
 
@@ -144,6 +146,21 @@ def test_ledger_goes_before_the_storages_it_counts() -> None:
     again.hold([tensor], 0)
     del tensor
     assert (again.live, again.peaks) == ([0], [400])
+
+
+def test_of_two_meters_the_one_that_began_first_may_end_first() -> None:
+    """Compiled code runs as written until both have ended, and then compiled again."""
+    pipes = [GPipe(linear_chain(2), [1, 1]) for _ in range(2)]
+    first, second = map(measure_memory, pipes)
+    before = [blocks.here() for blocks in all_shared_blocks()]
+    first.__enter__()
+    meter = second.__enter__()
+    first.__exit__(None, None, None)
+    assert eager._blocks.here() > before[all_shared_blocks().index(eager._blocks)]
+    pipes[1](torch.ones(2, WIDTH)).sum().backward()
+    second.__exit__(None, None, None)
+    assert [blocks.here() for blocks in all_shared_blocks()] == before
+    assert meter.total_peak_bytes > 0
 
 
 def test_figures_of_a_meter_are_those_of_its_block() -> None:

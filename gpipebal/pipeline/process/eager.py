@@ -31,12 +31,15 @@ def run_eagerly() -> Iterator[None]:
     What is compiled stays compiled, and runs compiled again after the block. Where nothing was ever
     compiled, torch's compiler is not even imported.
     """
-    n_blocks = _blocks.here()
+    n_blocks, is_inside = _blocks.here(), False
     try:
         _blocks.enter()
+        is_inside = True
         yield
     finally:
         try:
+            if is_inside:  # of two blocks, the one that began first may end first
+                n_blocks = max(0, _blocks.here() - 1)
             _blocks.leave_all_but(n_blocks)
         except BaseException:  # an interrupt came in between
             _blocks.leave_all_but(n_blocks)
