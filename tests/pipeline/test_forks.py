@@ -99,6 +99,25 @@ def test_locks_that_another_thread_holds_are_open_in_a_child() -> None:
         assert answer_of_child(again) == "True"
 
 
+def test_a_lock_that_the_forking_thread_holds_is_its_own_in_a_child() -> None:
+    """An operation that forks while it draws returns in the child too, and opens the lock there."""
+
+    def hold(aside: Aside) -> None:
+        with lent.default_generators:
+            aside.wait()
+
+    def go_on() -> str:
+        with lent.default_generators:
+            pass
+        lent.default_generators.release()
+        # So it is open for others.
+        with Aside(hold):
+            return "opened"
+
+    with lent.default_generators:
+        assert answer_of_child(go_on) == "opened"
+
+
 def test_a_backward_of_another_thread_does_not_hold_a_child() -> None:
     """Its graph belongs to the parent: the child's error comes at once."""
     output: list[Tensor] = []

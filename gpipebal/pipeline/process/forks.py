@@ -28,6 +28,9 @@ def in_child(renew: Callable[[], None]) -> None:
 def open_in_child(lock: L) -> L:
     """Return a lock of `threading`, which will be open in forked children.
 
+    An `RLock` that the thread which forks holds itself stays closed: in the child it goes on there,
+    and opens it.
+
     Example:
         >>> import threading
         >>> lock = open_in_child(threading.Lock())
@@ -36,6 +39,12 @@ def open_in_child(lock: L) -> L:
     """
     # As Python's own modules do with theirs.
     reopen: Any = getattr(lock, "_at_fork_reinit", None)
+    is_own: Any = getattr(lock, "_is_owned", None)
+
+    def renew() -> None:
+        if is_own is None or not is_own():
+            reopen()
+
     if reopen is not None:
-        in_child(reopen)
+        in_child(renew)
     return lock
