@@ -128,7 +128,8 @@ class Strays:
 
     def end(self) -> None:
         """Note no more. Harmless when repeated."""
-        _noting[:] = [one for one in _noting if one is not self]
+        with suppress(ValueError):  # in one go: another phase may begin at the same time
+            _noting.remove(self)
 
     def note(self, state: Tensor) -> None:
         """Remember a state."""
