@@ -17,6 +17,7 @@ __all__ = [
     "interpolate",
     "is_rising_line",
     "peak_at",
+    "points_around",
     "time_at",
 ]
 
@@ -80,7 +81,7 @@ def _line_through(
 @lru_cache(maxsize=1 << 15)
 def count_at(points: Counts, rows: int) -> int:
     """Return bytes or operations at these rows: exact where they are a line, else rounded up."""
-    value, parts = _on_line(_around(points, rows), rows)
+    value, parts = _on_line(points_around(points, rows), rows)
     return -(-value // parts)
 
 
@@ -175,12 +176,12 @@ def interpolate(points: Sequence[tuple[int, Any]], rows: int) -> Fraction:
         >>> [int(interpolate([(2, 20), (4, 60)], rows)) for rows in (1, 2, 3, 4, 6)]
         [10, 20, 40, 60, 100]
     """
-    nearest = [(r, Fraction(value)) for r, value in _around(points, rows)]
+    nearest = [(r, Fraction(value)) for r, value in points_around(points, rows)]
     value, parts = _on_line(nearest, rows)
     return value / parts
 
 
-def _around(points: Sequence[tuple[int, Any]], rows: int) -> Sequence[tuple[int, Any]]:
+def points_around(points: Sequence[tuple[int, Any]], rows: int) -> Sequence[tuple[int, Any]]:
     """Return the two points whose line goes through these rows, or the only one."""
     k = next((k for k in range(1, len(points)) if rows <= points[k][0]), len(points) - 1)
     return points[max(k - 1, 0) : k + 1]

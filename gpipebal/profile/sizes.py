@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 from gpipebal.argument_kinds import whole_number
 from gpipebal.errors import ProfileError
 from gpipebal.profile.checks import COUNT_FIELDS
-from gpipebal.profile.fit import Counts, count_at, is_rising_line, peak_at, time_at
+from gpipebal.profile.fit import Counts, count_at, is_rising_line, peak_at, points_around, time_at
 from gpipebal.profile.layer import MOMENTS, LayerProfile, StepTerms
 from gpipebal.profile.moments import largest_moment
 
@@ -221,13 +221,19 @@ def _backward_peaks(nearest: LayerProfile, alike: Sequence[_Size], rows: int) ->
 
 
 def _by_moments(alike: Sequence[_Size], rows: int) -> dict[str, int]:
-    """Return those peaks of a layer at these rows whose moments are known at two sizes or more."""
+    """Return those peaks of a layer at these rows whose moments the two nearest sizes tell.
+
+    A size that does not tell them has others: lines through sizes behind it may miss its peak.
+    """
     found: dict[str, int] = {}
+    beside = points_around([(r, r) for r, _ in alike], rows)
     for name, moments in MOMENTS.items():
         each = [(r, getattr(x, moments), getattr(x, name)) for r, x in alike]
         # Those of a peak that was changed since are not its own.
         known = tuple((r, of) for r, of, peak in each if of and max(of) == peak)
-        if len(known) > 1 and len({len(of) for _, of in known}) == 1:
+        if len(beside) < 2 or not {r for r, _ in beside} <= {r for r, _ in known}:
+            continue
+        if len({len(of) for _, of in known}) == 1:
             found[name] = largest_moment(known, rows)
     return found
 

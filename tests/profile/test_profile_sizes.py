@@ -457,3 +457,14 @@ def test_moments_that_are_no_lines_tell_nothing() -> None:
     layer = replace(lines.layers[0], backward_peak_bytes=300)
     changed = replace(lines, layers=(layer,)).at_rows(8).layers[0]
     assert changed.backward_peak_bytes >= 96 and changed.accumulating_peak_bytes == 92
+
+
+def test_a_size_with_other_moments_keeps_its_peak_near_it() -> None:
+    """Lines through sizes behind it are not asked there: what it does is something else."""
+    few = at_sizes([2, 4, 8, 16], lambda n: [10 * n] if n > 4 else [1000, 20])
+    for rows, least in ((1, 500), (3, 1000), (5, 770)):
+        assert few.at_rows(rows).layers[0].backward_peak_bytes >= least
+    between = at_sizes([2, 4, 8, 16], lambda n: [1000, 20] if n == 4 else [10 * n])
+    for rows, least in ((3, 510), (5, 770)):
+        assert between.at_rows(rows).layers[0].backward_peak_bytes >= least
+    assert [few.at_rows(rows).layers[0].backward_peak_bytes for rows in (12, 32)] == [120, 320]
