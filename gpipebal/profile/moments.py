@@ -8,7 +8,7 @@ another moment becomes the largest, also beyond the sizes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -35,7 +35,10 @@ def keep_largest(profile: Profile) -> Profile:
     """
     sizes = sorted((profile, *profile.other_sizes), key=lambda size: size.rows)
     rows = [size.rows for size in sizes]
-    layers = [_kept(rows, each) for each in zip(*(size.layers for size in sizes), strict=True)]
+    places = lru_cache(_places)  # layers that are alike have the same moments
+    layers = [
+        _kept(rows, each, places) for each in zip(*(size.layers for size in sizes), strict=True)
+    ]
     found = {
         size.rows: replace(size, layers=of_size, other_sizes=())
         for size, of_size in zip(sizes, zip(*layers, strict=True), strict=True)
@@ -44,13 +47,15 @@ def keep_largest(profile: Profile) -> Profile:
     return replace(found[profile.rows], other_sizes=others)
 
 
-def _kept(rows: Sequence[int], layers: Sequence[LayerProfile]) -> list[LayerProfile]:
-    """Do that for one layer at all sizes."""
+def _kept(
+    rows: Sequence[int], layers: Sequence[LayerProfile], find: Callable[..., list[int]]
+) -> list[LayerProfile]:
+    """Do that for one layer at all sizes, with `_places` or what remembers what that found."""
     kept: list[dict[str, Any]] = [{} for _ in layers]
     for name in MOMENTS.values():
         found: list[Sequence[int]] = [getattr(layer, name) for layer in layers]
         alike = [k for k, each in enumerate(found) if len(each) == len(found[-1])]
-        places = _places([(rows[k], found[k]) for k in alike])
+        places = find(tuple((rows[k], found[k]) for k in alike))
         for k, of_size in enumerate(kept):
             of_size[name] = tuple(found[k][place] for place in places if k in alike)
     return [replace(layer, **of_size) for layer, of_size in zip(layers, kept, strict=True)]

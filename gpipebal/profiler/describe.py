@@ -17,6 +17,7 @@ from gpipebal.pipeline.layers.devices import visible_cores
 from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profile import LayerProfile
 from gpipebal.profile.fingerprint import fingerprint
+from gpipebal.profile.layer import MOMENTS
 from gpipebal.profiler.memory.layer_memory import LayerMemory, given_their_own
 from gpipebal.profiler.memory.sparse_gradients import join_kinds
 from gpipebal.profiler.replicas.owned import own_bytes
@@ -97,7 +98,7 @@ def known_columns(
 ) -> list[dict[str, Any]]:
     """Return the columns of each layer's profile that do not say how long it takes."""
     own, given_own = own_bytes(modules, device_type), given_their_own(found.memory)
-    return [
+    columns: list[dict[str, Any]] = [
         {
             "name": names[k],
             "kind": type(module).__name__,
@@ -116,6 +117,12 @@ def known_columns(
         }
         for k, module in enumerate(modules)
     ]
+    # There are as many moments as operations: layers that are alike have the same ones.
+    known: dict[Any, Any] = {}
+    for of_layer in columns:
+        for name in MOMENTS.values():
+            of_layer[name] = known.setdefault(of_layer[name], of_layer[name])
+    return columns
 
 
 def describe_times(rows: int, settled: dict[str, Settled]) -> dict[str, Any]:

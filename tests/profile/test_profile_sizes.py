@@ -17,7 +17,7 @@ from torch import nn
 import gpipebal as gb
 from gpipebal.errors import ProfileError
 from gpipebal.memory import partition_memory
-from gpipebal.profile import LayerProfile, Profile, SkipProfile, StepTerms
+from gpipebal.profile import LayerProfile, Profile, SkipProfile, StepTerms, moments
 from gpipebal.profile.fit import (
     SURE,
     TOLERANCE,
@@ -29,6 +29,7 @@ from gpipebal.profile.fit import (
 )
 from gpipebal.profile.layer import MOMENTS
 from gpipebal.profile.moments import keep_largest
+from gpipebal.profiler.estimate import profile as of_estimate
 
 ROWS = st.lists(st.integers(1, 64), min_size=2, max_size=5, unique=True).map(sorted)
 #: Whole numbers of seconds: all sums and products are exact.
@@ -384,6 +385,23 @@ def test_peaks_that_fall_before_they_rise_are_not_too_low_at_other_rows(
             for one, bound, other in zip(found, bounds, wanted, strict=True):
                 assert one.total == pytest.approx(other.total, rel=off)
                 assert least * other.total <= bound.total <= most * other.total
+
+
+def test_layers_that_are_alike_have_their_moments_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be thousands of moments, and of layers: each kind is kept and looked at once."""
+    looked: list[Any] = []
+    made: list[Profile] = []
+    find, keep = moments._places, moments.keep_largest
+    monkeypatch.setattr(moments, "_places", lambda points: looked.append(points) or find(points))
+    monkeypatch.setattr(of_estimate, "keep_largest", lambda one: made.append(one) or keep(one))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(40)))
+    gb.profile_model(model, torch.empty(16, 4), chunks=4, method="estimate", rates="CPU core")
+    kinds = 3 * len(MOMENTS)  # in the middle of the chain, and at its ends
+    assert len(looked) <= kinds
+    (profile,) = made
+    for size in (profile, *profile.other_sizes):
+        held = {id(getattr(layer, name)) for layer in size.layers for name in MOMENTS.values()}
+        assert len(held) <= kinds
 
 
 def test_peaks_that_are_lines_stay_exact_at_other_rows() -> None:
