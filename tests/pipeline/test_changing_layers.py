@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -339,31 +337,6 @@ def test_a_pipe_inside_itself_is_refused() -> None:
     pipe[1].register_forward_hook(lambda module, args, output: pipe(args[0]))
     with pytest.raises(RuntimeError, match="called by one of its own layers"):
         pipe(torch.ones(2, 2))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_backward_in_a_forked_child_is_refused() -> None:
-    """A graph of the parent's workers raises in a child, which has none of them."""
-    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2)
-    output = pipe(torch.ones(2, 2))
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        # If it hangs, it ends all the same.
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(30)
-        try:
-            output.sum().backward()
-        except RuntimeError as error:
-            os.write(writer, str(error).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    try:
-        assert b"forked child" in os.read(reader, 1000)
-    finally:
-        os.close(reader)
-        os.waitpid(child, 0)
 
 
 def test_workers_that_cannot_start_are_an_error() -> None:

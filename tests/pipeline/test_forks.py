@@ -118,6 +118,13 @@ def test_a_lock_that_the_forking_thread_holds_is_its_own_in_a_child() -> None:
         assert answer_of_child(go_on) == "opened"
 
 
+def test_a_backward_in_a_child_is_refused() -> None:
+    """A graph of the parent's workers raises in a child, which has none of them."""
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2)
+    output = pipe(torch.ones(2, 2))
+    assert "forked child" in answer_of_child(output.sum().backward)
+
+
 def test_a_backward_of_another_thread_does_not_hold_a_child() -> None:
     """Its graph belongs to the parent: the child's error comes at once."""
     output: list[Tensor] = []
