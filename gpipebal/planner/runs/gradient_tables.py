@@ -74,6 +74,7 @@ class GradientTables:
         self._firsts, self._kind = firsts, kind
         self._flow = self._profile.gradient_flow
         self._parts = list(self._find_parts())
+        self._alone: dict[bool, list[Table]] = {}
         self.living = self._add_up(len(self._layers))
         n = self._profile.n_layers
         #: The ends of runs whose backward starts from gradients that it is given.
@@ -169,11 +170,17 @@ class GradientTables:
         Returns:
             A table, or one row for all runs.
         """
-        found = [self.peak(k, exist) for k in range(len(self._layers))]
+        found = self._of_layers(exist)
         if all(len(each) == 1 for each in found):
             return np.concatenate(found)
         shape = (len(self._firsts),)
         return np.stack([np.broadcast_to(each, shape) for each in found], axis=1)
+
+    def _of_layers(self, exist: bool) -> list[Table]:
+        """Return `peak` of every layer. Several kinds of backwards ask for it."""
+        if exist not in self._alone:
+            self._alone[exist] = [self.peak(k, exist) for k in range(len(self._layers))]
+        return self._alone[exist]
 
     def peak(self, k: int, exist: bool, started: frozenset[int] = frozenset()) -> Table:
         """Return what one layer's backward needs by itself, of every run or the same for all.
@@ -288,7 +295,7 @@ class GradientTables:
         bounds = {bound for ends in ends_of.values() if ends for bound in (ends.start, ends.stop)}
         for start, stop in pairwise(sorted(bounds)):
             started = frozenset(place for place, ends in ends_of.items() if start in ends)
-            more = self.peak(k, exist, started) - self.peak(k, exist)
+            more = self.peak(k, exist, started) - self._of_layers(exist)[k]
             if more.any():
                 yield Change(range(start, stop), k, partial(np.reshape, more, (-1, 1)))
 
