@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -63,14 +64,25 @@ class CallerState:
             variables=contextvars.copy_context(),
         )
 
+    def entered(self, *, grad: bool) -> AbstractContextManager[Any]:
+        """Return a context under these settings, which records a graph only if `grad` is set."""
+        self._set_autocast_dtypes()
+        mode = torch.enable_grad() if grad else torch.no_grad()
+        # Every cell enters it, and mostly there is nothing else to set.
+        return self._entered_with_others(mode) if self._has_others else mode
+
+    @cached_property
+    def _has_others(self) -> bool:
+        casts = any(is_on for _, _, is_on in self.autocast)
+        is_set = self.device is not None or self.saved_tensors_hooks is not None
+        return self.inference_mode or casts or is_set
+
     @contextmanager
-    def entered(self, *, grad: bool) -> Iterator[None]:
-        """Run a block under these settings, recording a graph only if `grad` is set."""
+    def _entered_with_others(self, mode: AbstractContextManager[Any]) -> Iterator[None]:
         with ExitStack() as stack:
             if self.inference_mode:
                 stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.set_grad_enabled(grad))
-            self._set_autocast_dtypes()
+            stack.enter_context(mode)
             for kind, dtype, is_on in self.autocast:
                 # torch keeps casts of parameters for the whole process, and forgets them when any
                 # thread leaves its autocast: a cell might read one that another stream still makes,

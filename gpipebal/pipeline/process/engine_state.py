@@ -25,6 +25,8 @@ __all__ = [
     "will_run",
 ]
 
+_get_sequence_nr = getattr(torch._C._autograd, "_get_sequence_nr", None)
+
 #: What torch says outside of a backward.
 _NO_BACKWARD = -1
 
@@ -71,8 +73,7 @@ def nodes_behind(roots: Iterable[Any], stop: Collection[Any] = ()) -> Iterator[A
 
 def next_node() -> int | None:
     """Return the number that the next node of this thread will have; None: torch does not tell."""
-    known = getattr(torch._C._autograd, "_get_sequence_nr", None)
-    return None if known is None else known()
+    return None if _get_sequence_nr is None else _get_sequence_nr()
 
 
 def top_saved_tensors_hooks() -> tuple[Any, Any] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
 __all__ = ["is_checkpointing", "is_recomputing", "phase"]
@@ -63,10 +63,21 @@ def is_recomputing() -> bool:
     return _recomputing.get()
 
 
+def phase(
+    *, checkpointing: bool = False, recomputing: bool = False
+) -> AbstractContextManager[None]:
+    """Return a context in which the two functions answer True where that is set.
+
+    In a pipeline inside another one's layer, the outer one's pass is the inner one's too: what is
+    not set stays as it is.
+    """
+    # Most cells are not checkpointed.
+    is_any = checkpointing or recomputing
+    return _answering(checkpointing, recomputing) if is_any else nullcontext()
+
+
 @contextmanager
-def phase(*, checkpointing: bool = False, recomputing: bool = False) -> Iterator[None]:
-    """Set, for this block, what the two functions answer."""
-    # In a pipeline inside another one's layer, the outer one's pass is the inner one's too.
+def _answering(checkpointing: bool, recomputing: bool) -> Iterator[None]:
     before = (
         _checkpointing.set(checkpointing or _checkpointing.get()),
         _recomputing.set(recomputing or _recomputing.get()),
