@@ -59,14 +59,15 @@ def is_shared(tensor: Tensor) -> bool:
 
 def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors with memory that a tensor is made of: itself, unless it is sparse."""
-    if tensor.layout == torch.sparse_coo:
+    layout = tensor.layout
+    if layout == torch.strided:
+        return (tensor.values(),) if tensor.is_nested else (tensor,)
+    if layout == torch.sparse_coo:
         return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    if tensor.is_nested and tensor.layout == torch.strided:
-        return (tensor.values(),)
     return (tensor,)
 
 

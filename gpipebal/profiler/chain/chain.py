@@ -8,7 +8,8 @@ in the same way: a popped value is a further input of its layer, a stashed one a
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -71,6 +72,7 @@ class Chain:
         written: For each layer, which of its inputs (popped ones count after the others) it writes
             to. Those are copied before the layer runs, and the copy is not clocked.
         stop: Set from outside to end a round before its next layer.
+        within: Makes the context in which a layer's own code runs, forward and backward.
     """
 
     shares = False
@@ -95,6 +97,7 @@ class Chain:
         self.written: list[frozenset[int]] = [frozenset()] * len(names)
         self.stop = threading.Event()
         self.clock = Clock(device)
+        self.within: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.only_inputs, self.has_skips = only_inputs, bool(routes)
         self._out_dims = out_dims
         self.pops: list[list[Key]] = [[] for _ in names]
@@ -188,7 +191,7 @@ class Chain:
         skips = Skips(arrived)
         arrived.clear()
         try:
-            with using(skips):
+            with using(skips), self.within():
                 begin = self.clock.begin()
                 output = _call(self.layers[k], whole)
                 end = self.clock.end()
@@ -361,7 +364,11 @@ class Chain:
         tensors, gradients = [root[0] for root in roots], [root[1] for root in roots]
         try:
             # In this thread, as in a worker, and because the ledger watches this thread.
-            with torch.autograd.set_multithreading_enabled(False), without_the_rest(leaves):
+            with (
+                torch.autograd.set_multithreading_enabled(False),
+                without_the_rest(leaves),
+                self.within(),
+            ):
                 torch.autograd.backward(tensors, gradients, inputs=wanted)
         except Exception as error:
             if layer is None:

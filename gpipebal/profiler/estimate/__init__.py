@@ -10,9 +10,10 @@ rates: a lower bound, which tells how layers compare, not how long they take.
 
 Read in this order: `stand_ins` (layers and values without memory), `constants` (tensors that
 functions use), `backends`, `results`, `group_norm` and `autocast` (what a device does differently
-from the meta device), `approximate` (where that is not certain, with all reasons), `costs`
-(operations and bytes), `refused` (what runs only with values), `walk` (layer after layer), `terms`
-(loss, gather, optimizer), `profile` (all of it together).
+from the meta device), `known_results` (what need not be worked out again), `approximate` (where
+that is not certain, with all reasons), `costs` (operations and bytes), `refused` (what runs only
+with values), `walk` (layer after layer), `terms` (loss, gather, optimizer), `profile` (all of it
+together).
 
 Example:
     >>> import torch

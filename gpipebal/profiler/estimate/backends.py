@@ -26,6 +26,7 @@ from gpipebal.pipeline.process.modes import ThreadedDispatchMode
 from gpipebal.profiler.estimate.approximate import REASONS
 from gpipebal.profiler.estimate.autocast import autocast_for
 from gpipebal.profiler.estimate.group_norm import group_norm_in_format
+from gpipebal.profiler.estimate.known_results import KnownResults
 from gpipebal.profiler.estimate.results import (
     BATCH_NORMS,
     GROUPED,
@@ -37,7 +38,7 @@ from gpipebal.profiler.estimate.results import (
     in_parts,
 )
 
-__all__ = ["acting_as"]
+__all__ = ["AsWritten", "acting_as"]
 
 _aten = torch.ops.aten
 
@@ -104,7 +105,7 @@ def acting_as(device_type: str, *, has_flash: bool = True) -> Iterator[set[str]]
     _blocks.enter()
     try:
         _acting.device_type, _acting.has_flash, _acting.notes = device_type, has_flash, notes
-        with autocast_for(device_type, _note_autocast), _OnlyWhatIsAsked(), _AsWritten():
+        with autocast_for(device_type, _note_autocast), _OnlyWhatIsAsked():
             yield notes
     finally:
         _acting.device_type, _acting.has_flash, _acting.notes = before
@@ -148,6 +149,10 @@ class _OnlyWhatIsAsked(ThreadedDispatchMode):
     of sparse tensors lose their elements, and products of groups take one dtype only.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._known = KnownResults()
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -160,7 +165,7 @@ class _OnlyWhatIsAsked(ThreadedDispatchMode):
         if func is _aten._embedding_bag_backward.default and args[9] and len(args) > 11:
             _note("padding")  # its place is the last argument, and the gradient is sparse
             return in_parts(_aten.clone.default, func(*args[:11]))
-        result = func(*args, **(kwargs or {}))
+        result = self._known.of(func, args, kwargs or {})
         on_cpu = _acting.device_type == "cpu"
         result = in_device_order(func, args, result, on_cpu=on_cpu)
         name = func._schema.name
@@ -214,8 +219,8 @@ def _has_one_kernel(args: Sequence[Any]) -> bool:
     return "Slow" not in str(chosen)
 
 
-class _AsWritten(TorchFunctionMode):
-    """Note what can no longer be seen when operations are dispatched.
+class AsWritten(TorchFunctionMode):
+    """Note, within `acting_as`, what can no longer be seen when operations are dispatched.
 
     That is autocast inside a layer, functions that other devices decompose differently, and tensors
     made of numbers, which are no operation on the meta device.

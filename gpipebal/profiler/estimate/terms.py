@@ -23,7 +23,7 @@ from gpipebal.profiler.estimate.constants import Constants
 from gpipebal.profiler.estimate.costs import OperationCosts, find_costs
 from gpipebal.profiler.estimate.refused import without_values
 from gpipebal.profiler.estimate.stand_ins import META, stand_in_for
-from gpipebal.profiler.estimate.walk import acting_as_device
+from gpipebal.profiler.estimate.walk import acting_as_device, as_on_device
 from gpipebal.profiler.memory.sparse_gradients import gradient_like
 from gpipebal.profiler.memory.storages import measure_layer_memory
 from gpipebal.profiler.replicas.harmless import tensors_reached
@@ -68,9 +68,10 @@ def estimate_loss(
     chain = LossChain(called, target, outputs.value, META)
     layer = chain.loss
     constants = Constants(tensors_reached(called))
+    chain.within = partial(as_on_device, constants)
     there = [*layer.target_tensors, *constants.stand_ins]
     try:
-        with without_values("the loss", _LAYERS_ALONE), acting_as_device(rates) as notes, constants:
+        with without_values("the loss", _LAYERS_ALONE), acting_as_device(rates) as notes:
             chain.find_written(0, outputs.value)
             costs = find_costs(chain, outputs.value, rates)
             memory, _ = measure_layer_memory(chain, 0, outputs, numbers, there)

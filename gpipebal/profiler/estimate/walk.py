@@ -8,8 +8,9 @@ its own storages in place of those of the first.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from gpipebal.errors import ModelError
 from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers
 from gpipebal.profiler.chain.value import Value
 from gpipebal.profiler.estimate.approximate import note_fast_paths
-from gpipebal.profiler.estimate.backends import acting_as
+from gpipebal.profiler.estimate.backends import AsWritten, acting_as
 from gpipebal.profiler.estimate.constants import Constants
 from gpipebal.profiler.estimate.costs import Costs, find_costs
 from gpipebal.profiler.estimate.refused import without_values
@@ -33,7 +34,7 @@ from gpipebal.profiler.training import Training
 from gpipebal.rates import DeviceRates
 from gpipebal.skip.tracker import Key
 
-__all__ = ["Walk", "acting_as_device"]
+__all__ = ["Walk", "acting_as_device", "as_on_device"]
 
 #: Leaves of a value, each a description of a tensor, or what is not a tensor.
 _Leaves = tuple[Any, ...]
@@ -183,8 +184,9 @@ class Walk:
         for number in range(n_inputs):
             inner.new(n_bytes[number])
         constants = Constants(tensors_reached(layer))
-        with without_values(f"layer {name!r}"), acting_as_device(self._rates) as notes, constants:
+        with without_values(f"layer {name!r}"), acting_as_device(self._rates) as notes:
             chain = self._training.chain_of(k, layer, META, value)
+            chain.within = partial(as_on_device, constants)
             chain.find_written(0, value)
             costs = find_costs(chain, value, self._rates)
             memory, passed = measure_layer_memory(chain, 0, here, inner, constants.stand_ins)
@@ -206,11 +208,19 @@ class Walk:
         )
 
 
+def acting_as_device(rates: DeviceRates) -> AbstractContextManager[set[str]]:
+    """Return a context in which operations are those of a device; see `acting_as`."""
+    return acting_as(rates.device_type, has_flash=bool(rates.has_flash))
+
+
 @contextmanager
-def acting_as_device(rates: DeviceRates) -> Iterator[set[str]]:
-    """Run layers as a device would: its kernels, and new tensors without memory too."""
-    with acting_as(rates.device_type, has_flash=bool(rates.has_flash)) as notes, META:
-        yield notes
+def as_on_device(constants: Constants) -> Iterator[None]:
+    """Run a layer's own code as on a device: new tensors have no memory, and constants neither.
+
+    Every attribute that is read of a tensor passes here, so the profiler's own code is outside.
+    """
+    with AsWritten(), META, constants:
+        yield
 
 
 def _renumbered(leaves: _Leaves, number_of: Callable[[int], int]) -> _Leaves:
