@@ -93,6 +93,20 @@ def test_parameters_of_the_loss_are_counted(by_way: gb.Profile, exist: bool) -> 
                 pipe.close()
 
 
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_gradients_of_the_loss_are_there_while_the_optimizer_steps(
+    by_way: gb.Profile, chunks: int
+) -> None:
+    """After the backwards they exist in any case, whether they did before the step or not."""
+    profile = by_way.at_rows(ROWS // chunks, mini_batch_rows=ROWS)
+    cell = Cell(profile, 0, 3, None, False)
+    first, later = (around_loss(cell, chunks, 0, gradients_exist=exist) for exist in (False, True))
+    n_bytes = 4 * (WIDTH * CLASSES + CLASSES)
+    assert later.always - first.always == n_bytes
+    assert first.after - later.after == n_bytes
+    assert first.stays - later.stays == n_bytes
+
+
 def test_buffers_of_the_loss_are_counted() -> None:
     """A recomputed micro-batch keeps a copy of those that the loss writes to, and of small ones."""
 
