@@ -166,6 +166,24 @@ def test_layers_are_alike_if_they_do_not_read_what_differs() -> None:
     assert n_run(layers) == 2
 
 
+class Recurrent(nn.Module):
+    """A residual layer that is recurrent."""
+
+    def __init__(self, kind: type[nn.RNNBase], n_layers: int = 1) -> None:
+        super().__init__()
+        self.inner = kind(4, 4, n_layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)[0]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_equal_recurrent_layers_are_alike(kind: type[nn.RNNBase]) -> None:
+    """They know their weights by weak references too, of which no two are the same."""
+    assert n_run([Recurrent(kind) for _ in range(3)]) == 1
+    assert n_run([Recurrent(kind, n) for n in (1, 2, 1)]) == 2
+
+
 class Settings:
     """Tells nothing of what is in it, and no two are the same."""
 

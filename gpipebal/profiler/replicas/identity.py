@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -201,6 +202,8 @@ def _plain(value: Any, depth: int, kind_of: Callable[[Tensor], tuple[Hashable, .
         return id(value)
     if isinstance(value, Tensor):
         return "tensor", *kind_of(value)
+    if isinstance(value, weakref.ref) and isinstance(to := value(), (Tensor, type(None))):
+        return type(value), _plain(to, 0, kind_of)  # torch's recurrent layers know weights so
     pairs = pairs_of(value)
     items = contents_of(value) if pairs is None else [part for pair in pairs for part in pair]
     if depth and items is not None:
