@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+
 from gpipebal.argument_kinds import check_kind, check_whole
 from gpipebal.profile import LayerProfile, Profile
 from gpipebal.text import aligned, one_line
-from gpipebal.units import format_bytes, format_percent, format_seconds, not_shown
+from gpipebal.units import count, format_bytes, format_percent, format_seconds, not_shown
 
 __all__ = ["profile_table"]
+
+#: How a flag ends that sends the reader to the provenance, which a table does not show.
+_ELSEWHERE = ", see 'approximate'"
 
 _COLUMNS = (
     *("layer", "name", "kind", "forward", "backward", "share"),
@@ -49,7 +55,10 @@ parameters 0 B
             f"{format_percent(rest / total if total else 0.0)}."
         )
     lines += _step_lines(profile)
-    lines += [f"Note: {flag}" for flag in _texts(profile.provenance.get("flags"))]
+    for flag in _texts(profile.provenance.get("flags")):
+        reasons = _reasons(profile) if flag.endswith(_ELSEWHERE) else []
+        lines.append(f"Note: {flag.removesuffix(_ELSEWHERE) + ':' if reasons else flag}")
+        lines += reasons
     return "\n".join(lines)
 
 
@@ -92,6 +101,14 @@ def _step_lines(profile: Profile) -> list[str]:
         sizes = ", ".join(str(other.rows) for other in profile.other_sizes)
         lines.append(f"Also known for micro-batches of {sizes} rows.")
     return lines
+
+
+def _reasons(profile: Profile) -> list[str]:
+    """Say why the memory of layers is approximate, and of how many for each reason."""
+    found = profile.provenance.get("approximate")
+    each = found.values() if isinstance(found, Mapping) else ()
+    counted = Counter(reason for reasons in each for reason in dict.fromkeys(_texts(reasons)))
+    return [f"  {count(n, 'layer')}: {reason}" for reason, n in counted.most_common()]
 
 
 def _texts(value: object) -> list[str]:

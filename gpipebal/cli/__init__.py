@@ -138,8 +138,10 @@ def _is_users_own(error: GpipebalError) -> bool:
         return False
     # Something has run, so torch is there.
     from gpipebal.profiler.chain.failures import is_out_of_memory
+    from gpipebal.profiler.estimate.refused import needs_values
 
-    return not is_out_of_memory(error)  # which says what would fit
+    # These say what would fit, and where an estimate cannot follow.
+    return not is_out_of_memory(error) and not needs_values(error)
 
 
 def _parser() -> Parser:

@@ -58,6 +58,7 @@ _ONLY_IN_PYTHON = {
     "Fix: 1 for one as fast as": "Fix: in --speeds, 1 for one as fast as",
     "profile_model(model, sample, method='estimate') needs": "gpipebal profile MODEL --estimate "
     "A100, say, needs",
+    "profile_model(model, sample, method='measure')": "measure, without --estimate",
     "simulated by gpipebal.simulate": "simulated by gpipebal simulate",
     "no meaning with method='estimate':": "no meaning with --estimate:",
     "; rates= names the device": "; --estimate names the device",

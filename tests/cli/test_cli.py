@@ -148,6 +148,19 @@ def test_exception_in_users_layer_names_the_layer(
     assert "gpipebal: error" not in capsys.readouterr().err
 
 
+def test_a_layer_that_only_an_estimate_cannot_follow_needs_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing of the user's failed, and the error says in which line values are missing."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["profile", "workloads:with_choosing_layer", "--estimate", "H100"]) == BAD_INPUT
+    said = capsys.readouterr().err
+    assert "gpipebal: error: layer '1' cannot be estimated: " in said
+    assert " of workloads.py: " in said
+    assert "\nFix: measure, without --estimate." in said
+    assert main(["profile", "workloads:with_choosing_layer", "--timeout", "0"]) == 0
+
+
 def test_traceback_ends_with_status_one(tmp_path: Path) -> None:
     """The process of a failing user function shows the traceback and ends with status 1."""
     done = subprocess.run(

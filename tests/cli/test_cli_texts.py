@@ -409,6 +409,17 @@ def test_the_loss_inside_is_not_once_per_step() -> None:
     assert "With the loss inside, for each micro-batch: loss 1.50 s." in lines
 
 
+def test_a_table_says_why_memory_is_approximate() -> None:
+    """It used to name a place that only Python can look at."""
+    stored = Path(__file__).parents[2] / "profiles"
+    profile = Profile.load(stored / "unet-B5-C64-192px-rows4-v100-estimate.json")
+    assert profile_table(profile).endswith(
+        "\nNote: approximate: the memory of 111 layers:"
+        "\n  56 layers: convolution: cuDNN chooses a workspace"
+        "\n  55 layers: batch normalisation: cuDNN may keep a reserve"
+    )
+
+
 def test_the_title_counts_shared_tensors_once() -> None:
     """Bars have what each layer saves; their sum is not a memory that anything needs."""
     layers = (
@@ -451,6 +462,9 @@ ONLY_IN_PYTHON = {
     "profile_model(model, sample, method='estimate') needs": [
         "profile",
         "workloads:without_values",
+    ],
+    "profile_model(model, sample, method='measure')": [
+        *("profile", "workloads:with_choosing_layer", "--estimate", "A100"),
     ],
     "simulated by gpipebal.simulate": [
         "solve",

@@ -118,6 +118,17 @@ def with_broken_layer() -> tuple[nn.Sequential, Tensor]:
     return nn.Sequential(nn.Linear(2, 2), Broken()), torch.randn(4, 2)
 
 
+class Choosing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = torch.where(x[:, 0] > 0)[0]
+        return x.index_add(0, chosen, x[chosen])
+
+
+def with_choosing_layer() -> tuple[nn.Sequential, Tensor]:
+    """Return a chain whose second layer has shapes that depend on values."""
+    return nn.Sequential(nn.Linear(2, 2), Choosing()), torch.randn(4, 2)
+
+
 def raising() -> None:
     """Fail as a user's function may."""
     raise ZeroDivisionError("the user's own fault")

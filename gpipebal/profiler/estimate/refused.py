@@ -16,17 +16,24 @@ from gpipebal.profiler.chain.failures import (
 )
 from gpipebal.profiler.estimate.backends import acting_as
 
-__all__ = ["without_values"]
+__all__ = ["needs_values", "without_values"]
 
 #: The error of torch where stand-ins meet tensors with values.
 _OTHER_DEVICE = re.compile(
     r"same device|expected device \w+ but got|not on the expected device", re.IGNORECASE
 )
+#: What an error says of a layer or a loss that only values are missing for.
+_REFUSED = "cannot be estimated: "
 _MEASURE = "profile_model(model, sample, method='measure')"
 _WITHOUT_VALUES = (
     "or give the sample without what needs its values, such as a padding mask "
     "(docs/guide/huggingface.md)"
 )
+
+
+def needs_values(error: ProfileError) -> bool:
+    """Tell whether an error says that an estimate cannot follow, and not that something failed."""
+    return _REFUSED in str(error)
 
 
 @contextmanager
@@ -51,9 +58,7 @@ def without_values(what: str, instead: str = "") -> Iterator[None]:
         why = _why(cause)
         if why is not None:
             reason, fix = why
-            raise ProfileError(
-                f"{what} cannot be estimated: {reason}.\nFix: {instead}{fix}."
-            ) from cause
+            raise ProfileError(f"{what} {_REFUSED}{reason}.\nFix: {instead}{fix}.") from cause
         text, operation = str(error), _operation_of(cause)
         if operation:
             found, _, fix = text.rpartition("\nFix: ")
