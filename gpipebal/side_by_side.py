@@ -95,6 +95,7 @@ class SideBySide:
         why_no_cells: Why a prediction and a measurement have no cells in common; empty: they have
             some, or one of the two was not given.
         by_profile: Whether the plans' predictions are of a training step, from a profile.
+        other_layers: The plans whose layers are not those of the first plan.
     """
 
     rows: tuple[Compared, ...]
@@ -102,6 +103,7 @@ class SideBySide:
     timelines: Mapping[str, Timeline]
     why_no_cells: str = ""
     by_profile: bool = False
+    other_layers: tuple[str, ...] = ()
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per plan or timeline."""
@@ -116,6 +118,7 @@ class SideBySide:
             "cells": [asdict(cell) for cell in self.cells],
             "why_no_cells": self.why_no_cells,
             "by_profile": self.by_profile,
+            "other_layers": list(self.other_layers),
         }
 
     def __str__(self) -> str:
@@ -140,6 +143,12 @@ class SideBySide:
         text = aligned(lines, left=(0, 1, 9))
         if any(row.kind == "plan" for row in self.rows):
             text += ["", *self._about_plans(), _IMBALANCE]
+        if self.other_layers:
+            first_plan = next(row.name for row in self.rows if row.kind == "plan")
+            text.append(
+                f"Note: {', '.join(self.other_layers)}: layers differ from those of {first_plan}, "
+                "so this compares models, not splits of one."
+            )
         if self.cells:
             rows = [["partition", "cell", "predicted", "measured", "measured is"]]
             rows += [
@@ -224,13 +233,29 @@ def set_side_by_side(
         for name, noun in nouns.items()
     }
     rows = tuple(_row(name, noun, timelines[name]) for name, noun in nouns.items())
+    plans = {name: noun for name, noun in nouns.items() if isinstance(noun, Plan)}
+    others = tuple(
+        name for name, plan in plans.items() if _differ(plan, next(iter(plans.values())))
+    )
     predicted = next((name for name in nouns if timelines[name].source == "simulated"), None)
     measured = next((name for name in nouns if timelines[name].source == "measured"), None)
     if predicted is None or measured is None:
-        return SideBySide(rows, (), timelines, by_profile=profile is not None)
+        return SideBySide(rows, (), timelines, by_profile=profile is not None, other_layers=others)
     why = _why_no_cells(timelines[predicted], nouns[predicted], timelines[measured])
     cells = () if why else _cells(timelines[predicted], timelines[measured])
-    return SideBySide(rows, cells, timelines, why, by_profile=profile is not None)
+    return SideBySide(rows, cells, timelines, why, profile is not None, others)
+
+
+def _differ(plan: Plan, first: Plan) -> bool:
+    """Tell whether a layer has another name, or another fingerprint of the same version."""
+    prints, of_first = (
+        [each for part in one.partitions for each in part.fingerprints] for one in (plan, first)
+    )
+    changed = any(
+        a != b and a.partition(":")[0] == b.partition(":")[0]
+        for a, b in zip(prints, of_first, strict=False)
+    )
+    return changed or plan.names != first.names
 
 
 def _predicted(name: str, plan: Plan, profile: Profile | None, has_pause: bool) -> Timeline:

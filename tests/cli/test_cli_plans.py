@@ -300,6 +300,30 @@ def test_compare_sets_plans_side_by_side(folder: Path, capsys: pytest.CaptureFix
     assert f"+{100 * change:.1f} %" in lines[2] and lines[2].endswith("[1,5]")
 
 
+def test_compare_says_that_plans_are_of_other_layers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their number may be the same, and so may names be that are only numbers."""
+
+    def saved(name: str, *fingerprints: str) -> str:
+        layers = tuple(
+            replace(layer, fingerprint=known)
+            for layer, known in zip(
+                Profile.from_costs([1.0, 2.0]).layers, fingerprints, strict=True
+            )
+        )
+        solve(Profile(layers, rows=1, storages=(0,) * 4), 2).save(tmp_path / f"{name}.json")
+        return str(tmp_path / f"{name}.json")
+
+    one, same = saved("one", "2:ab", "2:cd"), saved("same", "2:ab", "2:cd")
+    older, other = saved("older", "1:ef", ""), saved("other", "2:ab", "2:ef")
+    assert "Note" not in _said(["compare", one, same, older], capsys)
+    said = _said(["compare", one, same, other], capsys)
+    assert "\nNote: other: layers differ from those of one, so this compares models" in said
+    record = json.loads(_said(["compare", one, other, "--json"], capsys))
+    assert record["other_layers"] == ["other"]
+
+
 def test_compare_sets_prediction_beside_measurement(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
