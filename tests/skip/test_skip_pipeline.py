@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline import GPipe, measure_memory
+from gpipebal.profiler import profile_model
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 from gpipebal.skip import Namespace, pop, skippable, stash
 
@@ -274,3 +275,20 @@ def test_a_failing_layer_leaves_no_skips_behind() -> None:
             pipe(torch.ones(4, 3, dtype=torch.float64))
         fail[0] = False
         pipe(torch.ones(4, 3, dtype=torch.float64)).sum().backward()
+
+
+class Undecorated(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("a", x)
+        return x
+
+
+@pytest.mark.parametrize("balance", [[1, 2], [2, 1]])
+def test_a_forgotten_decorator_is_named(balance: list[int]) -> None:
+    """A forward with a yield returns a generator, of which users have never heard."""
+    model = nn.Sequential(Undecorated(), nn.Linear(2, 2), nn.ReLU())
+    fix = r"\nFix: decorate the layer's class, @skippable\("
+    with pytest.raises(ModelError, match=rf"layer '0' returned no tensor: got generator .*{fix}"):
+        GPipe(model, balance, chunks=2)(torch.ones(4, 2))
+    with pytest.raises(ModelError, match=rf"layer '0' returned no tensor.*{fix}"):
+        profile_model(model, torch.ones(4, 2), chunks=2, timeout=0, progress=False)

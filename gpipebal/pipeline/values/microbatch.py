@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from itertools import islice
+from types import GeneratorType
 from typing import Any, NamedTuple
 
 import torch
@@ -255,8 +256,12 @@ def check_travels(value: Any, layer: str, *, cut: bool) -> None:
         check_nothing_hidden(leaves, f"the output of layer {layer!r}")
     elif find_hidden_tensor(leaves) is not None:
         return
+    fix = "let the layer return its result as tensors"
+    if isinstance(value, GeneratorType):  # the forward has a yield, as that of a skippable has
+        fix = (
+            "decorate the layer's class, @skippable(stash=[...], pop=[...]), if it stashes or pops"
+        )
     raise ModelError(
         f"layer {layer!r} returned no tensor: got {type(value).__name__} "
-        "(expected a tensor or a tuple of tensors).\n"
-        "Fix: let the layer return its result as tensors."
+        f"(expected a tensor or a tuple of tensors).\nFix: {fix}."
     )
