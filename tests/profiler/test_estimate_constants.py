@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from estimate_models import Apply
 from estimated import estimate_profile
 from profiler.test_estimate import ON_CPU, assert_same_bytes, measured
@@ -52,6 +53,27 @@ def test_layers_with_constants_need_the_same_memory(name: str) -> None:
     estimate = estimate_profile(model, sample, **settings, **ON_CPU)
     assert_same_bytes(estimate, measured(model, sample, **settings))
     assert torch.equal(TABLE, before)
+
+
+class Weighted:
+    """A value between layers that makes its weights itself."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.weights = x, torch.ones(x.shape[-1])
+
+
+pytree.register_pytree_node(
+    Weighted, lambda value: ([value.x], None), lambda leaves, _: Weighted(*leaves)
+)
+
+
+def test_values_of_other_classes_are_put_together_as_on_the_device() -> None:
+    """What a class makes of the leaves of a value is without memory, as in a layer."""
+    layers = Apply(Weighted), Apply(lambda value: value.x * value.weights)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers, nn.Linear(WIDTH, CLASSES))
+    sample, settings = torch.rand(ROWS, WIDTH), {"chunks": 2, "rows": ()}
+    estimate = estimate_profile(model, sample, **settings, **ON_CPU)
+    assert_same_bytes(estimate, measured(model, sample, **settings))
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")

@@ -180,6 +180,10 @@ class Chain:
             RoundStoppedError: `stop` is set.
         """
         self._check_stop()
+        with self.within():  # values of the caller's own classes are taken apart by their own code
+            return self._called(k, given, value, spans)
+
+    def _called(self, k: int, given: list[Any], value: Value, spans: list[Span] | None) -> Value:
         shapes = shapes_of(given)
         arrived, start = {}, len(value.leaves)
         for key in self.pops[k]:
@@ -191,7 +195,7 @@ class Chain:
         skips = Skips(arrived)
         arrived.clear()
         try:
-            with using(skips), self.within():
+            with using(skips):
                 begin = self.clock.begin()
                 output = _call(self.layers[k], whole)
                 end = self.clock.end()
