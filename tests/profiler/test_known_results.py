@@ -174,3 +174,10 @@ def test_tensors_with_values_and_errors_are_not_remembered() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError):
             known.of(aten.mm.default, (_new(2, 3), _new(2, 3)), {})
+
+
+def test_an_error_has_no_other_one_before_it() -> None:
+    """Where an operand has values, nothing but the operation's own error is told."""
+    with pytest.raises(RuntimeError) as caught:
+        KnownResults().of(aten.mm.default, (torch.ones(2, 3), _new(2, 3)), {})
+    assert caught.value.__context__ is None

@@ -75,9 +75,8 @@ class KnownResults:
             kind = self._kinds[func] = _kind_of(func)
         if kind == "other":
             return func(*args, **kwargs)
-        try:
-            operands = (*map(_looks, args), *((name, _looks(x)) for name, x in kwargs.items()))
-        except _Unclear:
+        operands = _all_look(args, kwargs)
+        if operands is None:
             return func(*args, **kwargs)
         # New tensors may be of the default dtype.
         key = (func, operands, torch.get_default_dtype())
@@ -112,6 +111,14 @@ def _all_of(tensor: Tensor) -> Hashable:
     storage = tensor.untyped_storage()
     place = tensor.storage_offset(), storage._cdata, storage.nbytes()
     return tensor.shape, tensor.stride(), tensor.dtype, *place
+
+
+def _all_look(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
+    """Return all of some operands that their operation's results depend on; None: it is unclear."""
+    try:
+        return (*map(_looks, args), *((name, _looks(one)) for name, one in kwargs.items()))
+    except _Unclear:
+        return None
 
 
 def _looks(operand: Any) -> Hashable:
