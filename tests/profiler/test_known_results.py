@@ -28,7 +28,7 @@ class Counted:
 
     def __init__(self, func: Any) -> None:
         self._func = func
-        self.namespace, self._schema = func.namespace, func._schema
+        self.namespace, self._schema, self.tags = func.namespace, func._schema, func.tags
         self.runs = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,6 +145,49 @@ def test_operands_that_look_otherwise_are_told_apart(one: Any, other: Any) -> No
     for args in (one, other, one, other):
         found, expected = known.of(aten.add.Tensor, args, {}), aten.add.Tensor(*args)
         assert (found.dtype, found.stride()) == (expected.dtype, expected.stride())
+
+
+def _part(*shape: int) -> Tensor:
+    """Return a part of something larger that looks as if it were all of it."""
+    return _new(shape[0] + 2, *shape[1:])[2:]
+
+
+@pytest.mark.parametrize(
+    ("func", "others"),
+    [
+        (aten.select_scatter.default, lambda: (_new(6), 0, 1)),
+        (aten.slice_scatter.default, lambda: (_new(2, 6), 0, 0, 2)),
+        (aten.diagonal_scatter.default, lambda: (_new(4),)),
+        (aten.as_strided_scatter.default, lambda: (_new(2), [2], [1], 0)),
+    ],
+)
+def test_a_part_of_something_larger_is_scattered_into_as_such(
+    func: Any, others: Callable[[], tuple[Any, ...]]
+) -> None:
+    """The copy is as large as what the part belongs to, whatever ran before."""
+    known = KnownResults()
+    for first in (_new(4, 6), _part(4, 6), _new(4, 6)):
+        args = (first, *others())
+        assert _seen(known.of(func, args, {}), args) == _seen(func(*args), args)
+
+
+def test_an_operand_gets_another_place_in_memory_each_time() -> None:
+    """Also where it had that place already when the operation first ran."""
+    known = KnownResults()
+    for one, other in ((same := _new(6), same), (_new(6), _new(6))):
+        known.of(aten.set_.source_Tensor, (one, other), {})
+        assert storage_key(one) == storage_key(other)
+    for one in (_new(4, 6), _part(4, 6)):
+        known.of(aten.as_strided_.default, (one, [4, 6], [6, 1], 0), {})
+        assert one.storage_offset() == 0
+
+
+def test_zeros_without_elements_are_made_each_time() -> None:
+    """Autograd leaves out what would be added to them."""
+    known = KnownResults()
+    for _ in range(2):
+        made = known.of(aten._efficientzerotensor.default, ([4],), {"device": META})
+        assert made._is_zerotensor()
 
 
 @contextmanager

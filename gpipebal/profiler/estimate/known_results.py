@@ -2,8 +2,8 @@
 
 torch works out most results of meta tensors in Python, which takes longer than a small operation on
 a device. A layer runs about a dozen times, to count the bytes of each kind of pass, and a loop in
-it, over words of a text for example, runs the same operations with each turn. What they make
-depends on nothing but shapes, strides and dtypes: so it is looked up.
+it, over words of a text for example, runs the same operations with each turn. What most of them
+make depends on nothing but shapes, strides and dtypes: so it is looked up.
 """
 
 from __future__ import annotations
@@ -27,8 +27,13 @@ _VALUES = frozenset(
         *(torch.dtype, torch.layout, torch.device, torch.memory_format),
     }
 )
-
-
+#: What they make depends on the memory that their operands are parts of.
+_BY_MEMORY = frozenset(
+    {
+        *(f"aten::{part}_scatter" for part in ("as_strided", "diagonal", "select", "slice")),
+        "aten::_new_zeros_with_same_feature_meta",
+    }
+)
 #: Stands for the result of an operation in place.
 _FIRST_OPERAND = object()
 
@@ -53,8 +58,9 @@ class KnownResults:
     """Runs operations on meta tensors, or looks up what they make.
 
     An operation that writes to its first operand, and leaves it as it looks, is known to do so
-    again. Those that write to others, or whose results share memory with operands or with each
-    other, always run; so do those of other libraries than torch.
+    again. Those that write to others, that may give their operand another place in memory, or whose
+    results share memory with operands or with each other, always run. So do those that make no
+    tensor, and those of other libraries than torch.
 
     Example:
         >>> known = KnownResults()
@@ -97,7 +103,8 @@ def _kind_of(func: Any) -> str:
     """Tell by its schema whether an operation makes all its results, or writes in place."""
     arguments, returns = func._schema.arguments, func._schema.returns
     aliases = [one.alias_info for one in (*arguments, *returns)]
-    if func.namespace != "aten":
+    moves = torch.Tag.inplace_view in func.tags
+    if func.namespace != "aten" or func._schema.name in _BY_MEMORY or moves:
         return "other"
     if not any(aliases):
         return "pure"
@@ -139,7 +146,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return (
         tensor.is_meta
         and tensor.layout is torch.strided
-        and not (tensor.is_conj() or tensor.is_neg())
+        and not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
     )
 
 
@@ -156,7 +163,8 @@ def _description(result: Any, operands: Any) -> tuple[Any] | None:
         return None
     keys = [storage_key(one) for one in _tensors(operands)]
     made = [storage_key(one) for one in _tensors(result)]
-    is_own = len({*made}) == len(made) and {*made}.isdisjoint(keys)
+    # Numbers alone may tell anything, such as whether two operands share memory.
+    is_own = bool(made) and len({*made}) == len(made) and {*made}.isdisjoint(keys)
     return (described,) if is_own else None
 
 
