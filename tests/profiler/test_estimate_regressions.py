@@ -422,3 +422,36 @@ def test_layers_that_were_tied_since_do_not_match() -> None:
     assert tied.matches(model)
     model[2].weight = nn.Parameter(model[0].weight.detach().clone())
     assert tied.matches(model).tied == ("0", "2")
+
+
+class KeepsTwo(torch.autograd.Function):
+    """Keeps two tensors as attributes, of which autograd does not know."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.large, ctx.small = x.exp(), x[:, :2].exp()
+        return x * ctx.large
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * ctx.large
+
+
+class Kept(nn.Module):
+    """Runs such a function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return KeepsTwo.apply(x)
+
+
+def test_estimates_of_one_model_are_equal() -> None:
+    """Storages are numbered in the order in which they are made, wherever they lie."""
+    model = nn.Sequential(nn.Linear(8, 8), *(Kept() for _ in range(3)), nn.Linear(8, 8))
+    sample, found, in_between = torch.rand(4, 8), [], []
+    for n in range(6):
+        profile = gb.profile_model(model, sample, method="estimate", rows=(), progress=False)
+        found.append((profile.layers, profile.storages))
+        in_between.append([torch.empty(64, device="meta") for _ in range(7 * n)])
+    assert found == found[:1] * 6
+    saved = [profile.storages[key] for key in profile.layers[1].saved]
+    assert 4 * 8 * 4 in saved and 4 * 2 * 4 in saved

@@ -281,7 +281,8 @@ def _saved_in_all(
     saved = _bytes_of_live(packed)
     handed = {storage_key(leaf) for leaf in outputs if has_storage(leaf)}
     mine = {key for tensor in own_tensors(layer) for key in _keys_of(tensor)} - saved.keys()
-    for key in sorted(set(born) - handed - mine):
+    others = set(born) - handed - mine
+    for key in filter(others.__contains__, ledger.live_now()):  # in the order of their births
         saved.setdefault(key, ledger.bytes_of(key) or 0)
     for tensor in filter(has_storage, (*_kept_by_functions(outputs), *own_hooks.kept())):
         if storage_key(tensor) not in mine:
