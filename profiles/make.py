@@ -26,6 +26,7 @@ from gpipebal.files import atomic_path
 from gpipebal.memory.layer_peaks import chained_peak
 from gpipebal.models.entries import MODELS
 from gpipebal.profile import LayerProfile, Profile
+from gpipebal.profile.layer import MOMENTS
 from gpipebal.profiler import profile_model
 
 HERE = Path(__file__).parent
@@ -42,8 +43,9 @@ _STAND_INS = {
     "no_grad_forward_peak_bytes": "forward_peak_bytes",
     "accumulating_peak_bytes": "backward_peak_bytes",
 }
-#: Fields that several others stand in for together.
+#: Fields that several others, the second, stand in for together.
 _CHAINED = ("chained_peak_bytes", "chained_accumulating_peak_bytes")
+_BACKWARD = ("backward_peak_bytes", "accumulating_peak_bytes")
 
 
 @dataclass(frozen=True)
@@ -254,9 +256,11 @@ def shrink(profile: Profile) -> dict[str, Any]:
         for k in range(profile.n_layers)
     ]
     for k, names in enumerate(left_out):
-        for without in (["output_gradient_bytes"], list(_CHAINED)):
-            if all(_tells_nothing(size, k, without) for size in sizes):
-                names.update(without)
+        if all(_tells_nothing(size, k, ["output_gradient_bytes"]) for size in sizes):
+            names.add("output_gradient_bytes")
+        if all(_is_line(size.layers[k]) and _tells_nothing(size, k, _CHAINED) for size in sizes):
+            names.update(_CHAINED)
+        names.update([MOMENTS[name] for name in names if name in MOMENTS])
     record = _shrunk(replace(profile, other_sizes=()), left_out)
     record["other_sizes"] = [_shrunk(other, left_out) for other in profile.other_sizes]
     for other in record["other_sizes"]:
@@ -279,8 +283,17 @@ def _tells_nothing(profile: Profile, k: int, names: Iterable[str]) -> bool:
 
 
 def _equal(layer: LayerProfile, name: str, stand_in: str) -> bool:
+    """Tell whether a field is as what stands in for it, at any number of rows."""
     value = getattr(layer, name)
+    if value is not None and name in MOMENTS:
+        value = value, getattr(layer, MOMENTS[name])
+        return bool(value == (getattr(layer, stand_in), getattr(layer, MOMENTS[stand_in])))
     return value is None or value == getattr(layer, stand_in)
+
+
+def _is_line(layer: LayerProfile) -> bool:
+    """Tell whether no peak of a layer's backward is now one moment's, and now another's."""
+    return all(len(getattr(layer, MOMENTS[name])) < 2 for name in (*_BACKWARD, *_CHAINED))
 
 
 def _shrunk(profile: Profile, left_out: list[set[str]]) -> dict[str, Any]:
