@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from counted_memory import squares
+from estimate_models import Apply
+from estimated import estimate_profile
 from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.memory import partition_memory
+from gpipebal.memory.layer_peaks import first_forward_peak
 from gpipebal.pipeline import GPipe, measure_memory
 from gpipebal.problem import to_bounds
 from gpipebal.profiler.chain.chain import Chain
@@ -305,3 +308,33 @@ def test_a_weight_that_each_forward_makes_counts_once_more_as_an_attribute(
             )  # fmt: skip
             ((counted, planned, _),) = found
             assert counted - 64 <= planned <= 1.02 * counted + (3 * weight if chunks > 1 else 0)
+
+
+@skippable(stash=["early"])
+class StashEarly(nn.Module):
+    """Sends its input around the layers between."""
+
+    def forward(self, x: Tensor) -> Any:
+        yield stash("early", x)
+        return x.sin()
+
+
+@skippable(pop=["early"])
+class BesideEarly(nn.Module):
+    """Returns its input, and beside it what it pops: it makes nothing."""
+
+    def forward(self, x: Tensor) -> Any:
+        early = yield pop("early")
+        return x, early
+
+
+def test_what_a_first_layer_pops_and_hands_on_is_there_already() -> None:
+    """Behind a cut it comes in from another partition: its forward does not make it."""
+    model = nn.Sequential(
+        StashEarly(), nn.Tanh(), BesideEarly(), Apply(lambda both: both[0] * both[1])
+    )
+    profile = estimate_profile(model, torch.rand(4, 8, requires_grad=True), chunks=1)
+    for k in (2, 3):
+        for records in (False, True):
+            peak = first_forward_peak(profile, k, profile.layers[k], records)
+            assert peak == profile.layers[k].forward_peak_bytes == (0 if k == 2 else 128)
