@@ -312,10 +312,10 @@ def test_a_weight_that_each_forward_makes_counts_once_more_as_an_attribute(
 
 @skippable(stash=["early"])
 class StashEarly(nn.Module):
-    """Sends its input around the layers between."""
+    """Sends something around the layers between."""
 
     def forward(self, x: Tensor) -> Any:
-        yield stash("early", x)
+        yield stash("early", x.cos())
         return x.sin()
 
 
