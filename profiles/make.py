@@ -43,9 +43,9 @@ _STAND_INS = {
     "no_grad_forward_peak_bytes": "forward_peak_bytes",
     "accumulating_peak_bytes": "backward_peak_bytes",
 }
-#: Fields that several others, the second, stand in for together.
-_CHAINED = ("chained_peak_bytes", "chained_accumulating_peak_bytes")
 _BACKWARD = ("backward_peak_bytes", "accumulating_peak_bytes")
+#: Fields that those of `_BACKWARD`, without copies, stand in for together.
+_CHAINED = ("chained_peak_bytes", "chained_accumulating_peak_bytes")
 
 
 @dataclass(frozen=True)
