@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.memory.cell import Cell
-from gpipebal.memory.loss import around_loss
+from gpipebal.memory.loss import around_loss, loss_of_micro_batch
 from gpipebal.pipeline import GPipe, measure_memory
 from gpipebal.pipeline.layers.buffers import SMALL
 
@@ -91,6 +92,17 @@ def test_parameters_of_the_loss_are_counted(by_way: gb.Profile, exist: bool) -> 
                 planned, counted = plan.partitions[0].memory.total, meter.peak_bytes[0]
                 assert 0.99 * counted <= planned <= 1.03 * counted, (chunks, inside, mode)
                 pipe.close()
+
+
+def test_gradients_of_the_loss_do_not_grow_with_its_rows(by_way: gb.Profile) -> None:
+    """A loss of the mini-batch, brought to a micro-batch, has all of them."""
+    step, n_bytes = by_way.step, 4 * (WIDTH * CLASSES + CLASSES)
+    assert step.whole_loss is not None
+    more = step.whole_loss.backward_peak_bytes - n_bytes
+    known_whole = replace(by_way, step=replace(step, loss=None), other_sizes=())
+    of_micro_batch = loss_of_micro_batch(known_whole)
+    assert more > 0
+    assert of_micro_batch.backward_peak_bytes == n_bytes + -(-more // 4)
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
