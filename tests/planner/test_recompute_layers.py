@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from estimate_models import Apply
+from estimated import estimate_profile
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from plan_oracle import holding_its_output, profiles
@@ -20,7 +22,7 @@ from gpipebal.errors import BalanceError, InfeasibleError
 from gpipebal.memory import partition_memory
 from gpipebal.memory.cell import Cell
 from gpipebal.memory.loss import loss_of_micro_batch
-from gpipebal.memory.recomputed_runs import with_runs
+from gpipebal.memory.recomputed_runs import leaves_input, with_runs
 from gpipebal.pipeline import with_recompute
 from gpipebal.planner import recompute_layers
 from gpipebal.planner.recompute.network import partition_network
@@ -561,3 +563,17 @@ def test_questions_that_make_no_sense_are_refused() -> None:
     other = chain(names=list("abcdefgh"))
     with pytest.raises(BalanceError, match="another chain"):
         recompute_layers(other, plan, memory_limit=300)
+
+
+def test_run_begins_again_with_what_a_layer_hands_on_only_if_it_is_a_mask() -> None:
+    """A layer that hands it on beside what it makes may have written to what has a gradient."""
+    model = nn.Sequential(
+        nn.Linear(4, 4),
+        Apply(lambda x: (2 * x, x)),
+        Apply(lambda both: (both[0] * both[1], both[0].to(torch.int64))),
+        Apply(lambda both: (3 * both[0], both[1])),
+        Apply(lambda both: both[0] * both[1]),
+    )
+    profile = estimate_profile(model, torch.rand(2, 4))
+    assert not leaves_input(profile, 1, 1)
+    assert leaves_input(profile, 3, 3)
