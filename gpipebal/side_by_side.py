@@ -239,15 +239,25 @@ def set_side_by_side(
     )
     predicted = next((name for name in nouns if timelines[name].source == "simulated"), None)
     measured = next((name for name in nouns if timelines[name].source == "measured"), None)
-    if predicted is None or measured is None:
-        return SideBySide(rows, (), timelines, by_profile=profile is not None, other_layers=others)
-    why = _why_no_cells(timelines[predicted], nouns[predicted], timelines[measured])
-    cells = () if why else _cells(timelines[predicted], timelines[measured])
-    return SideBySide(rows, cells, timelines, why, profile is not None, others)
+    why, cells = "", tuple[CellTime, ...]()
+    if predicted is not None and measured is not None:
+        why = _why_no_cells(timelines[predicted], nouns[predicted], timelines[measured])
+        cells = () if why else _cells(timelines[predicted], timelines[measured])
+    return SideBySide(
+        rows,
+        cells,
+        timelines,
+        why_no_cells=why,
+        by_profile=profile is not None,
+        other_layers=others,
+    )
 
 
 def _differ(plan: Plan, first: Plan) -> bool:
-    """Tell whether a layer has another name, or another fingerprint of the same version."""
+    """Tell whether a layer has another name, or another fingerprint.
+
+    Fingerprints of different versions, and missing ones, tell nothing.
+    """
     prints, of_first = (
         [each for part in one.partitions for each in part.fingerprints] for one in (plan, first)
     )

@@ -202,8 +202,11 @@ def _plain(value: Any, depth: int, kind_of: Callable[[Tensor], tuple[Hashable, .
         return id(value)
     if isinstance(value, Tensor):
         return "tensor", *kind_of(value)
-    if isinstance(value, weakref.ref) and isinstance(to := value(), (Tensor, type(None))):
-        return type(value), _plain(to, 0, kind_of)  # torch's recurrent layers know weights so
+    if isinstance(value, weakref.ref):
+        # torch's recurrent layers keep such references to their weights.
+        referent = value()
+        if referent is None or isinstance(referent, Tensor):
+            return type(value), _plain(referent, 0, kind_of)
     pairs = pairs_of(value)
     items = contents_of(value) if pairs is None else [part for pair in pairs for part in pair]
     if depth and items is not None:
