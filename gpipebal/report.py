@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
@@ -187,13 +188,21 @@ def _verdicts(report: RunReport) -> list[str]:
         plain = f"plain model {'on' if run.threads is None else 'with'} {run.where}"
         lines.append(
             f"The pipeline is {faster} than the {plain}: "
-            f"it takes {format_percent(abs(longer))} {less} time per step."
+            f"it takes {format_percent(abs(longer))} {less} time per step"
+            f"{_in_turns(faster, report.step_times, run.step_times)}."
         )
     lines.append(
         f"Times are of {count(len(report.step_times), 'step')}, taken alternately after one "
         "warm-up; the plain model does the same micro-batches one by one, without recompute."
     )
     return lines
+
+
+def _in_turns(faster: str, pipeline: Sequence[float], plain: Sequence[float]) -> str:
+    """Say in how many turns the pipeline was what it is on the whole: other load mixes them."""
+    slower = [one > other for one, other in zip(pipeline, plain, strict=False)]
+    alike = slower.count(faster == "slower")
+    return f" ({faster} in {alike} of {count(len(slower), 'turn')})" if len(slower) > 1 else ""
 
 
 def _error(predicted: float | None, measured: float) -> float | None:
