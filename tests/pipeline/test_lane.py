@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,27 @@ class Far(Tensor):
 
     is_cuda = True  # type: ignore[assignment]
     __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+class Pair(Tensor):
+    """A tensor that is made of two others, and knows no operation."""
+
+    @staticmethod
+    def __new__(cls, one: Tensor, other: Tensor) -> Pair:
+        """Make it without memory of its own."""
+        return Tensor._make_wrapper_subclass(cls, one.shape)  # type: ignore[attr-defined, no-any-return]
+
+    def __init__(self, one: Tensor, other: Tensor) -> None:
+        self.one, self.other = one, other
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """Name the tensors that it is made of."""
+        return ["one", "other"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse everything."""
+        raise NotImplementedError(func)
 
 
 @pytest.fixture
@@ -98,6 +120,7 @@ def test_a_copy_between_devices_runs_on_streams_of_its_own(entered: list[list[St
 def test_memory_is_kept_of_all_that_a_tensor_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch keeps that of dense tensors only, so a sparse one is taken apart."""
     recorded: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "is_cuda", True)
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: recorded.append(tensor))
     stream = Stream(HOME)
     dense = torch.ones(3)
@@ -111,6 +134,15 @@ def test_memory_is_kept_of_all_that_a_tensor_is_made_of(monkeypatch: pytest.Monk
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
     record_stream(nested, stream)  # type: ignore[arg-type]
     assert [part.numel() for part in recorded] == [5]
+
+
+def test_memory_is_kept_of_what_a_class_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class need not know how, and what it has on the host is kept anyway."""
+    recorded: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: recorded.append(tensor))
+    far, near = torch.ones(2).as_subclass(Far), torch.ones(2)
+    record_stream(Pair(far, near), Stream(HOME))  # type: ignore[arg-type]
+    assert len(recorded) == 1 and recorded[0] is far
 
 
 def test_what_comes_to_the_host_in_parts_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpipebal.pipeline.values.tensors import parts_of, plain_parts
+from gpipebal.pipeline.values.tensors import plain_parts
 
 __all__ = [
     "CudaLane",
@@ -272,9 +272,13 @@ def _settle_attention(device: torch.device) -> None:
 
 
 def record_stream(tensor: Tensor, stream: torch.cuda.Stream) -> None:
-    """Keep a tensor's memory until a stream has read it, whatever the tensor is made of."""
-    for part in parts_of(tensor):
-        part.record_stream(stream)
+    """Keep a tensor's memory until a stream has read it, whatever the tensor is made of.
+
+    A class that wraps others need not know how, and may have some of them on the host.
+    """
+    for part in plain_parts(tensor):
+        if part.is_cuda:
+            part.record_stream(stream)
 
 
 def _is_pinned(tensor: Tensor) -> bool:
