@@ -28,19 +28,19 @@ def add_compare(commands: Commands) -> None:
         commands,
         "compare",
         "set plans, timelines or schedules side by side",
-        "Set plans and timelines of one model side by side, each relative to the first. A plan "
-        "with a measured timeline: the prediction next to the measurement; with the profile that "
-        "the plan was made from as well, the prediction of the whole training step. One profile "
-        "alone: all known schedules.",
+        "Show plans and timelines of one model side by side, each relative to the first. A plan "
+        "and a measured timeline show the prediction next to the measurement; if the profile of "
+        "the plan is given too, the prediction is that of a whole training step. One profile "
+        "alone: all known schedules side by side.",
         """
         cd gpipebal-run && gpipebal compare profile.json plan.json timeline.json
         gpipebal compare plan.json other-plan.json --plot both.png
         gpipebal compare profile.json --partitions 8 --chunks 32
         gpipebal compare profile.json -n 4 --bandwidth 12GB --json
         """,
-        "The table of schedules counts what a device loses as it turns from forwards to\n"
-        "backwards, as measured on a CPU, unless transfers take time; solve and simulate do not\n"
-        "count it.",
+        "The table of schedules counts the time that a device loses when it switches\n"
+        "between forwards and backwards, as measured on a CPU, unless transfers take\n"
+        "time; solve and simulate do not count it.",
     )
     compare.set_defaults(command=_compare)
     compare.add_argument(
@@ -57,8 +57,8 @@ def add_compare(commands: Commands) -> None:
     of_profile.add_argument(
         "--checkpoint",
         metavar="MODE",
-        help="micro-batches whose activations are recomputed, under every schedule: never, "
-        "except_last or always (default: never)",
+        help="which micro-batches recompute their activations, under every schedule: never "
+        "(none), except_last (all but the last) or always (all) (default: never)",
     )
     add_link(of_profile)
     compare.add_argument(

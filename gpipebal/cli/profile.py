@@ -45,8 +45,8 @@ def add_profile(commands: Commands) -> None:
     profile.add_argument(
         "--estimate",
         metavar="DEVICE",
-        help="estimate for this device (such as A100 or H100) instead of measuring; needs no "
-        "device, and no memory for the layers' results",
+        help="estimate for this device (such as A100 or H100) instead of measuring; this needs "
+        "neither the device nor memory for what the layers compute",
     )
     profile.add_argument(
         "--device",
@@ -55,15 +55,15 @@ def add_profile(commands: Commands) -> None:
     number(
         "--partitions",
         default=2,
-        help="partitions that will work side by side on a CPU (default: %(default)s)",
+        help="on a CPU: how many partitions will work side by side (default: %(default)s)",
     )
-    number("--threads", help="threads of each CPU partition (default: its share of the cores)")
+    number("--threads", help="on a CPU: threads of each partition (default: its share of cores)")
     profile.add_argument(
         "--timeout",
         type=float,
         metavar="SECONDS",
         help="time for repeated measurements; each layer is measured at least once (default: "
-        "about that of ten training steps, and as long again for a trial as a pipeline)",
+        "about as long as ten training steps; on a CPU a trial as a pipeline comes on top)",
     )
     profile.add_argument(
         "--output",

@@ -62,22 +62,22 @@ def add_question(command: argparse.ArgumentParser) -> None:
         "-n",
         type=int,
         metavar="N",
-        help=f"how many partitions: one for each device; {_several_on_each()}",
+        help=f"number of partitions: one for each device; {_several_on_each()}",
     )
     what.add_argument(
         "--chunks",
         type=_chunks,
         metavar="N",
-        help="micro-batches per mini-batch (default: the profile's); several, such as 4,8,16: the "
-        "best of these; auto: the best of all that the profile can tell about",
+        help="micro-batches per mini-batch (default: the profile's); several numbers, such as "
+        "4,8,16: the best of these; auto: the best of all that the profile has costs for",
     )
     what.add_argument(
         "--checkpoint",
         type=lambda text: listed(text, str) if "," in text else text,
         metavar="MODE",
-        help="micro-batches whose activations are recomputed in the backward: never, except_last "
-        "(all but the last) or always (default: except_last); one for each partition, such as "
-        "always,never; auto: in each partition the fastest mode that fits",
+        help="which micro-batches recompute their activations in the backward: never (none), "
+        "except_last (all but the last) or always (all) (default: except_last); one mode for each "
+        "partition, such as always,never; auto: in each partition the fastest mode that fits",
     )
     what.add_argument(
         "--objective",
@@ -93,25 +93,27 @@ def add_question(command: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--loss-inside",
         action="store_true",
-        help="the last partition computes the loss of each micro-batch, as GPipe.step does",
+        help="plan for training with GPipe.step, where the last partition computes the loss of "
+        "each micro-batch",
     )
     what.add_argument(
         "--gradients-exist",
         action="store_true",
-        help="parameters have gradients before the step, as when several mini-batches add up",
+        help="parameters have gradients before the step, as when those of several mini-batches "
+        "are accumulated",
     )
     limits = command.add_argument_group("devices and their limits")
     limits.add_argument(
         "--memory-limit",
         type=sizes,
         metavar="SIZE",
-        help="memory of a device, such as 16GiB; one for all, or one for each with commas between",
+        help="memory of each device, such as 16GiB; or one size for each, such as 16GiB,24GiB",
     )
     limits.add_argument(
         "--reserve",
         type=size,
         metavar="SIZE",
-        help="memory that is kept free on each (default: none on CPUs; on GPUs 512MiB and 5 %%)",
+        help="memory kept free on each device (default: none on CPUs; on GPUs 512MiB and 5 %%)",
     )
     limits.add_argument(
         "--speeds",
@@ -121,18 +123,18 @@ def add_question(command: argparse.ArgumentParser) -> None:
         help="how fast each device is, compared with that of the profile: 2 for twice as fast",
     )
     limits.add_argument(
-        "--any-order", action="store_true", help="devices may change places in the pipeline"
+        "--any-order", action="store_true", help="let devices change places in the pipeline"
     )
     add_link(limits)
     limits.add_argument(
-        "--no-overlap", action="store_true", help="transfers keep both devices busy"
+        "--no-overlap", action="store_true", help="devices cannot compute while they transfer"
     )
     rules = command.add_argument_group("rules about layers, by name or else by index")
     rules.add_argument(
         "--pin",
         action="append",
         metavar="LAYER=J",
-        help="this layer is in partition J; may be given several times, like the next two",
+        help="put this layer into partition J; may be given several times, like the next two",
     )
     rules.add_argument(
         "--keep-together",
@@ -146,7 +148,7 @@ def add_question(command: argparse.ArgumentParser) -> None:
         action="append",
         type=str.strip,
         metavar="LAYER",
-        help="this layer stays with the one before it",
+        help="do not cut before this layer",
     )
     rules.add_argument("--max-layers", type=int, metavar="N", help="most layers of a partition")
     rules.add_argument("--min-layers", type=int, metavar="N", help="fewest layers of a partition")
@@ -160,7 +162,7 @@ def add_question(command: argparse.ArgumentParser) -> None:
     search.add_argument(
         "--method",
         metavar="NAME",
-        help="the algorithm (default: chosen by the question; see the docs' page on solving)",
+        help="the algorithm (default: the best for the question; docs/solving.md lists them)",
     )
     search.add_argument(
         "--time-limit",
@@ -176,14 +178,14 @@ def add_link(command: Any) -> None:
         "--bandwidth",
         type=_bandwidth,
         metavar="SIZE",
-        help="bytes per second from device to device, such as 12GB (default: transfers take no "
-        "time)",
+        help="bytes per second from one device to the next, such as 12GB (default: transfers take "
+        "no time)",
     )
     command.add_argument(
         "--latency",
         type=float,
         metavar="SECONDS",
-        help="time that every transfer takes in addition",
+        help="time that every transfer takes besides that for its bytes",
     )
 
 

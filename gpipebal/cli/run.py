@@ -42,28 +42,28 @@ def add_run(commands: Commands) -> None:
     add_model(run)
 
     number = partial(run.add_argument, type=int, metavar="N")
-    number("--partitions", "-n", help="how many (default: one for each device; on a CPU 2)")
+    number("--partitions", "-n", help="partitions (default: one for each device; on a CPU 2)")
     run.add_argument(
         "--checkpoint",
         metavar="MODE",
         default="except_last",
-        help="micro-batches whose activations are recomputed in the backward: never, except_last "
-        "(all but the last) or always; auto: in each partition the fastest mode that fits "
-        "(default: %(default)s)",
+        help="which micro-batches recompute their activations in the backward: never (none), "
+        "except_last (all but the last) or always (all); auto: in each partition the fastest mode "
+        "that fits (default: %(default)s)",
     )
     run.add_argument(
         "--memory-limit",
         type=sizes,
         metavar="SIZE",
-        help="memory of a device, such as 16GiB; one for all, or one for each with commas between",
+        help="memory of each device, such as 16GiB; or one size for each, such as 16GiB,24GiB",
     )
     number("--steps", default=4, help="training steps to time (default: %(default)s)")
     number(
         "--try",
         dest="attempts",
         default=1,
-        help="run each of the N best plans for a few steps and keep the fastest (default: only the "
-        "best; not with --checkpoint always)",
+        help="run each of the N best plans for a few steps, and keep the fastest (default: run "
+        "only the best; not with --checkpoint always)",
     )
     number(
         "--threads-per-partition",
@@ -83,7 +83,7 @@ def add_run(commands: Commands) -> None:
         help="folder to write to (default: %(default)s)",
     )
     run.add_argument(
-        "--json", action="store_true", help="print the report as JSON; all else to standard error"
+        "--json", action="store_true", help="print the report as JSON, and all else to stderr"
     )
 
 

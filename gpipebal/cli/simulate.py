@@ -36,8 +36,8 @@ def add_simulate(commands: Commands) -> None:
         commands,
         "simulate",
         "predict when each device works, under any schedule",
-        "Predict the timeline of one mini-batch of a plan, or of the plan that a profile gives, "
-        "and draw it. It needs no model and no device.",
+        "Predict the timeline of one mini-batch, and draw it: of a plan, or of the best plan for a "
+        "profile. This needs neither the model nor a device.",
         """
         gpipebal simulate plan.json
         gpipebal simulate plan.json --schedule zb_h1 --plot timeline.png
@@ -45,8 +45,8 @@ def add_simulate(commands: Commands) -> None:
         gpipebal simulate profile.json -n 4 --chunks 16 --schedule 1f1b --checkpoint never
         gpipebal simulate profile.json --balance 100,270 --json
         """,
-        "A file written with --output opens in https://ui.perfetto.dev; from a profile, with what\n"
-        "every device holds over time.",
+        "A file written with --output opens in https://ui.perfetto.dev. Made from a profile, it\n"
+        "also shows how much memory every device holds over time.",
     )
     simulate.set_defaults(command=_simulate)
     simulate.add_argument(
@@ -56,8 +56,8 @@ def add_simulate(commands: Commands) -> None:
     simulate.add_argument(
         "--schedule",
         metavar="NAME",
-        help=f"schedule: {either(KNOWN_SCHEDULES)}; a profile is planned for it (default: the "
-        "plan's; of a profile gpipe)",
+        help=f"schedule to simulate: {either(KNOWN_SCHEDULES)}; a profile is also planned for it "
+        "(default: the plan's; for a profile gpipe)",
     )
     simulate.add_argument(
         "--no-loss",
@@ -67,8 +67,8 @@ def add_simulate(commands: Commands) -> None:
     simulate.add_argument(
         "--no-detail",
         action="store_true",
-        help="join work of one kind that goes on without a pause, and leave out memory over time: "
-        "a smaller file of a large pipeline",
+        help="join actions of one kind that follow each other without a pause, and leave out "
+        "memory over time: a smaller file for a large pipeline",
     )
     simulate.add_argument(
         "--width",

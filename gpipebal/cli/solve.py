@@ -27,8 +27,8 @@ def add_solve(commands: Commands) -> None:
         commands,
         "solve",
         "find the best balance of a profiled model, and write a plan",
-        "Find the best balance of a profiled model, prove it, and print the plan. It needs no "
-        "model and no device.",
+        "Find the best balance of a profiled model, prove that it is the best, and print the plan. "
+        "This needs neither the model nor a device.",
         """
         gpipebal solve profile.json --partitions 4
         gpipebal solve profile.json -n 8 --chunks 32 --checkpoint always -o plan.json
@@ -52,8 +52,8 @@ def add_solve(commands: Commands) -> None:
     solve.add_argument(
         "--recompute-layers",
         action="store_true",
-        help="plan without checkpoints (or with --checkpoint), then recompute single layers, in "
-        "runs, where the memory limit demands it; GPipe.from_plan runs that",
+        help="plan without checkpoints (or with those of --checkpoint), then choose single layers "
+        "to recompute where the memory limit requires it; GPipe.from_plan does so",
     )
     solve.add_argument("--output", "-o", metavar="FILE", help="write the plan to this file")
     solve.add_argument(

@@ -370,9 +370,10 @@ def _models() -> str:
 
 #: What a MODEL can be, for the help of commands.
 MAKE_MODEL = (
-    "make_model takes what --set gives it: numbers, yes or no, texts. It returns\n"
-    "(model, sample), or a mapping with 'model' and 'sample' and, if wanted, 'loss_fn',\n"
-    "'target', 'optimizer'. The model is an nn.Sequential of its layers, the sample is a\n"
-    "mini-batch. The mapping may also have 'keywords' of the first layer; and where rows are\n"
-    "not along dim 0 'in_dims', 'keyword_dims', 'out_dims', 'target_dims'.\n\n" + _models()
+    "make_model is a function of yours. Each --set becomes a keyword argument: a number,\n"
+    "yes or no, or a text. It returns (model, sample), where the model is an nn.Sequential\n"
+    "of its layers and the sample is a mini-batch; or a mapping with 'model' and 'sample'\n"
+    "and, if wanted, 'loss_fn', 'target' and 'optimizer'. The mapping may also have\n"
+    "'keywords' for the first layer and, if rows are not along dim 0, 'in_dims',\n"
+    "'keyword_dims', 'out_dims' and 'target_dims'.\n\n" + _models()
 )
