@@ -114,16 +114,16 @@ def solve(
             It is not asked about runs that rules forbid.
         method: ``'auto'``, or the name of an algorithm: the one that `select_method` names, or one
             that is more general.
-        time_limit: Seconds after which an open-ended search stops and returns the best that it has
-            found, with its gap. Each number of micro-batches gets this time for itself. Not
-            included: working out the memory of runs of layers beforehand where there are limits
-            (seconds for thousands of layers), and making the final plan (seconds for very many
-            micro-batches); and for the integer program, building it and what HiGHS does between two
-            looks at the clock: where that would take longer than the limit, only a bound is worked
-            out, as far as it is known beforehand. At least one way to cut is always tried, except
-            that the integer program may end without any, and then raises. As long as none is known
-            that fits its limits, all that may lead to one is tried, whatever the time. If nothing
-            fits, the search for what would help may take as long again.
+        time_limit: Seconds after which an open-ended search stops and returns the best plan found
+            so far, with its gap. Each number of micro-batches gets this time for itself. At least
+            one way to cut is always tried, except that the integer program may end without any,
+            and then raises. As long as no plan is known that fits the limits, everything that may
+            lead to one is tried, whatever the time; and if nothing fits, the search for what would
+            help may take as long again. Not included in the time: working out the memory of runs
+            of layers where there are limits (seconds for thousands of layers), and making the final
+            plan (seconds for very many micro-batches); and for the integer program, building it and
+            what HiGHS does between two looks at the clock. If these two would take longer than the
+            limit, only a bound is worked out, as far as it is known beforehand.
         loss_inside: Whether the last partition computes the loss of each micro-batch, as in
             `GPipe.step`, or the caller computes that of the mini-batch; None: the caller with
             schedule ``'gpipe'``, else the last partition. Its memory counts; its time is not part
