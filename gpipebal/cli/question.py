@@ -62,7 +62,7 @@ def add_question(command: argparse.ArgumentParser) -> None:
         "-n",
         type=int,
         metavar="N",
-        help=f"number of partitions: one for each device; {_several_on_each()}",
+        help=f"number of partitions: one for each device, or {_several_on_each()}",
     )
     what.add_argument(
         "--chunks",
