@@ -85,7 +85,7 @@ def test_help_names_every_schedule(command: str, capsys: pytest.CaptureFixture[s
         main([command, "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert f"{', '.join(ALL_SCHEDULES[:-1])} or {ALL_SCHEDULES[-1]}" in text
-    assert "one for each device; 2 with interleaved_1f1b or looped_bfs" in text
+    assert "one for each device, or 2 with interleaved_1f1b or looped_bfs" in text
 
 
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES)
