@@ -66,7 +66,7 @@ plot_profile(profile).figure
 # long a backward takes compared with its forward differs from layer to layer: from next to nothing (max pooling) to more
 # than twice as long (the largest convolutions). So counting only forwards is a poor rule as well.
 #
-# Memory looks different again. What stays for the whole step (parameters, their gradients, the optimizer's state)
+# Memory tells another story. What stays for the whole step (parameters, their gradients, the optimizer's state)
 # grows towards the end of this model. What is saved for the backward shrinks, because images get smaller:
 
 # %%

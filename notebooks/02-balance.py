@@ -52,8 +52,8 @@ plan
 # shorter makespan with these layer times. The plan carries its lower bound. The tests compare every method with trying
 # all splits of short chains.
 #
-# Two words in advance, which notebook 3 explains: the *bubble* is the devices' idle time; with *checkpointing* a partition
-# drops what its layers saved, and computes it again (*recompute*) before the backward.
+# Two words that notebook 3 explains: the *bubble* is the devices' idle time. With *checkpointing*, a partition drops what
+# its layers saved, and computes it again (*recompute*) before the backward.
 #
 # The same as a picture: every layer in the colour of its partition, and the partitions compared with their mean.
 
@@ -94,8 +94,8 @@ for objective in ("makespan", "bottleneck", "peak_memory"):
 print(gb.compare_rules(profile, gb.solve(profile, 8)))
 
 # %% [markdown]
-# The column `gap` shows the use of the lower bound: how far each balance can be from the best possible one, as a share of
-# its own makespan.
+# The column `gap` comes from the lower bound: it says how far each balance can be from the best possible one at most, as a
+# share of its own makespan.
 #
 # ## Memory limits
 #

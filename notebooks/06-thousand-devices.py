@@ -147,7 +147,7 @@ for name, bandwidth in (("none", None), ("InfiniBand", 50e9), ("Ethernet", 3e9),
 # ## One process for all
 #
 # A single process that launches the work of all devices, as `GPipe` does, is one more station that all work has to
-# pass. The profile says how long the launch of every layer takes. Where does that become the limit?
+# pass through. The profile says how long the launch of every layer takes. Where does that become the limit?
 
 # %%
 for n in DEVICES[:3]:
