@@ -86,32 +86,41 @@ def work_of(
         ProfileError: times that are too large to be added.
 
     Complexity:
-        O(n) for n actions; O(n log n) if most micro-batches are missing.
+        O(n) for n actions; O(n log n) if most numbers of micro-batches are missing.
     """
     kinds, partitions = order.kinds, order.partitions
     n_partitions, n = order.n_partitions, order.n_actions
-    nothing = n
-    chunks = 1 + int(order.micro_batches.max(initial=-1))
-    cells = partitions.astype(np.int64) * chunks + order.micro_batches
+    nothing, micro_batches = n, order.micro_batches
+    chunks = 1 + int(micro_batches.max(initial=-1))
+    if chunks > n:  # numbered with gaps, for which tables have no room
+        known, micro_batches = np.unique(micro_batches, return_inverse=True)
+        chunks = len(known)
+    cells = partitions.astype(np.int64) * chunks + micro_batches
+
+    def table(which: Flags) -> Ints:
+        """Return the number of the action in each cell, of some of the actions; -1: none."""
+        found: Ints = np.full(n_partitions * chunks, -1, dtype=np.int64)
+        found[cells[which]] = np.flatnonzero(which)
+        return found
+
     is_forward = kinds == F
     passes_back = (kinds == B) | (kinds == IN)
-    find = _Finder(cells, n_partitions * chunks)
-    forwards, backwards = find.table(is_forward), find.table(passes_back)
-    recomputes = find.table(kinds == R) if (kinds == R).any() else None
+    forwards, backwards = table(is_forward), table(passes_back)
+    recomputes = table(kinds == R) if (kinds == R).any() else None
     need = np.full(n + 2, nothing, dtype=np.int64)
     need[n + 1] = n + 1
     which = np.flatnonzero(is_forward & (partitions > 0))
-    need[which] = find(forwards, cells[which] - chunks)
+    need[which] = forwards[cells[which] - chunks]
     waits_back = passes_back | (kinds == R) if late else passes_back
     which = np.flatnonzero(waits_back & (partitions < n_partitions - 1))
-    need[which] = find(backwards, cells[which] + chunks)
+    need[which] = backwards[cells[which] + chunks]
     if (need < 0).any():
         return None
-    if check and not _follows_own(find, cells, kinds, forwards, backwards, recomputes):
+    if check and not _follows_own(cells, kinds, forwards, backwards, recomputes):
         return None
     rows = kinds
     if durations.no_grad_forward is not None and recomputes is not None:
-        again = is_forward & (find(recomputes, cells) >= 0)
+        again = is_forward & (recomputes[cells] >= 0)
         rows = np.where(again, np.uint8(F_AGAIN), kinds)
     if durations.has_turns:
         rows = _with_turns(order, rows, first_backwards=durations.first_backward is not None)
@@ -164,36 +173,7 @@ def _with_turns(order: Order, rows: Ints, *, first_backwards: bool) -> Ints:
     return found
 
 
-class _Finder:
-    """Finds actions by partition and micro-batch, which together are a cell with one number."""
-
-    def __init__(self, cells: NDArray[np.int64], n_cells: int) -> None:
-        self._cells = cells
-        # If most cells exist they index a table; if only few do, a sorted list is kept.
-        self._known = None if n_cells <= 4 * len(cells) + 1024 else np.unique(cells)
-        self._size = n_cells if self._known is None else len(self._known)
-
-    def table(self, which: Flags) -> Ints:
-        """Return the number of the action in each cell, of some of the actions; -1: none."""
-        table = np.full(self._size + 1, -1, dtype=np.int64)
-        table[self._places(self._cells[which])] = np.flatnonzero(which)
-        return table
-
-    def __call__(self, table: Ints, cells: NDArray[np.int64]) -> Ints:
-        """Look cells up in a table."""
-        return table[self._places(cells)]
-
-    def _places(self, cells: NDArray[np.int64]) -> NDArray[np.int64]:
-        if self._known is None:
-            return cells
-        places = np.searchsorted(self._known, cells)
-        found = self._known[np.minimum(places, self._size - 1)] == cells
-        # The last place of a table is that of unknown cells.
-        return np.where(found, places, self._size)
-
-
 def _follows_own(
-    find: _Finder,
     cells: NDArray[np.int64],
     kinds: Ints,
     forwards: Ints,
@@ -204,7 +184,7 @@ def _follows_own(
     numbers = np.arange(len(cells))
 
     def behind(which: Flags, table: Ints, *, required: bool = True) -> bool:
-        before = find(table, cells[which])
+        before = table[cells[which]]
         return bool(np.all((before < numbers[which]) & ((before >= 0) | (not required))))
 
     backward = (kinds == B) | (kinds == IN)
