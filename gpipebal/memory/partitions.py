@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -118,7 +118,7 @@ def partition_memory(
         own = slice(*order.offsets[j : j + 2].tolist())
         row = order.kinds[own], order.micro_batches[own]
         waits = [0] * len(row[0]) if waiting is None else waiting.of_row(j)
-        moments = _Row(cell, *row, waits, chunks, gradients_exist).moments()
+        moments = _highest_moments(cell, *row, waits, chunks, gradients_exist)
         highest = max(moments, key=height)
         peaks.append(
             replace(
@@ -167,158 +167,97 @@ def cells_of(
     ]
 
 
-class _Way(NamedTuple):
-    """What those actions have in common that are walked through in the same way.
+def _highest_moments(
+    cell: Cell,
+    kinds: NDArray[np.integer],
+    micro_batches: NDArray[np.integer],
+    waits: Sequence[int],
+    chunks: int,
+    gradients_exist: bool,
+) -> Iterator[Moment]:
+    """Yield the highest moments of a row up to the last forward, between the phases, and after.
 
-    Attributes:
-        kind: ``'F'``, ``'R'`` or ``'B'``.
-        recomputed: Whether the micro-batch is recomputed.
-        gradients_exist: Whether the parameters have gradients before the action.
-    """
-
-    kind: str
-    recomputed: bool
-    gradients_exist: bool
-
-
-class _Row:
-    """What a partition holds and needs in each of its actions.
-
-    Cells are alike, so one of each way is walked through.
+    Cells are alike, so of all actions that do the same only one is walked through.
 
     Args:
-        cell: What its cells hold and need.
+        cell: What the partition's cells hold and need.
         kinds: The actions of the partition, as places in `KINDS`.
         micro_batches: Their micro-batches.
         waits: Bytes that wait while each of them runs.
         chunks: Micro-batches of a mini-batch.
         gradients_exist: Whether the parameters have gradients before the step.
     """
+    again = np.zeros(chunks, dtype=bool)
+    again[micro_batches[kinds == R]] = True
+    backward = kinds == B
+    exist = (np.cumsum(backward) - backward > 0) | gradients_exist
+    codes = 4 * kinds.astype(np.int64) + 2 * again[micro_batches] + exist
+    found, way_of = np.unique(codes, return_inverse=True)
+    # A kind; whether the micro-batch is recomputed; whether gradients exist before the action.
+    ways = [(KINDS[code // 4], bool(code & 2), bool(code & 1)) for code in found.tolist()]
+    own = [max(_moments(cell, *way, chunks), key=height) for way in ways]
+    # What the micro-batch of an action holds before and after it.
+    held = {flag: cell.held(recomputed=flag) for flag in (False, True)}
+    new_graph = cell.bytes_of(cell.graph - cell.handed_recomputed) + cell.saved_buffers
+    graphs = {False: held[False], True: new_graph}
+    before = [{"F": 0, "R": held[flag], "B": graphs[flag]}[kind] for kind, flag, _ in ways]
+    after = [{"F": held[flag], "R": new_graph, "B": 0}[kind] for kind, flag, _ in ways]
+    # What forwards add to those outputs of the caller's that no cell has, and the loss to these;
+    # of losses inside only the numbers are kept.
+    output = {flag: new_output(cell, chunks, recomputed=flag) for flag in (False, True)}
+    given = [output[flag] if kind == "F" else 0 for kind, flag, _ in ways]
+    around = AroundLoss(0, 0, always=cell.of_loss(chunks), after=0)
+    if cell.gives_outputs:
+        n_again = int(again.sum())
+        n_bytes = n_again * output[True] + (chunks - n_again) * output[False]
+        around = around_loss(cell, chunks, n_bytes, gradients_exist=gradients_exist)
+    callers = cell.of_caller(chunks)
+    largest = max(*held.values(), *output.values(), new_graph, *map(sum, own))
+    beside = around.always + around.stays + callers + max(waits)
+    numbers = number_type(largest * (chunks + 2) + beside)
 
-    def __init__(
-        self,
-        cell: Cell,
-        kinds: NDArray[np.integer],
-        micro_batches: NDArray[np.integer],
-        waits: Sequence[int],
-        chunks: int,
-        gradients_exist: bool,
-    ) -> None:
-        self._cell, self._gradients_exist = cell, gradients_exist
-        self._callers = cell.of_caller(chunks)
-        recomputed = np.zeros(chunks, dtype=bool)
-        recomputed[micro_batches[kinds == R]] = True
-        backward = kinds == B
-        exist = (np.cumsum(backward) - backward > 0) | gradients_exist
-        codes = kinds.astype(np.int64) * 4 + recomputed[micro_batches] * 2 + exist
-        found, self._way_of = np.unique(codes, return_inverse=True)
-        self._ways = [
-            _Way(KINDS[code // 4], bool(code & 2), bool(code & 1)) for code in found.tolist()
-        ]
-        self._own = {way: max(_moments(cell, way, chunks), key=height) for way in self._ways}
-        self._held = {flag: cell.held(recomputed=flag) for flag in (False, True)}
-        self._new_graph = cell.bytes_of(cell.graph - cell.handed_recomputed) + cell.saved_buffers
-        self._find_outputs(chunks, int(recomputed.sum()))
-        self._numbers = self._number_type(chunks, max(waits))
-        # The place after the last forward.
-        self._turn = int(np.searchsorted(np.cumsum(kinds == F), chunks)) + 1
-        self._add_up(waits)
-
-    def _find_outputs(self, chunks: int, n_recomputed: int) -> None:
-        """Find out what the caller gets from the partition, and what the loss adds to it.
-
-        Args:
-            chunks: Micro-batches of a mini-batch.
-            n_recomputed: Those whose cells keep their input, which has some of the outputs already;
-                the graphs of the others do.
-        """
-        cell = self._cell
-        # Of losses only the numbers are kept.
-        self._around = AroundLoss(0, 0, always=cell.of_loss(chunks), after=0)
-        self._output = {flag: new_output(cell, chunks, recomputed=flag) for flag in (False, True)}
-        if cell.gives_outputs:
-            given = n_recomputed * self._output[True]
-            given += (chunks - n_recomputed) * self._output[False]
-            self._around = around_loss(cell, chunks, given, gradients_exist=self._gradients_exist)
-
-    def _number_type(self, chunks: int, waiting: int) -> Any:
-        """Return the type of numbers that holds all sums."""
-        needed = map(sum, self._own.values())
-        largest = max(*self._held.values(), *self._output.values(), self._new_graph, *needed)
-        beside = self._around.always + self._around.stays + self._callers + waiting
-        return number_type(largest * (chunks + 2) + beside)
-
-    def _add_up(self, waits: Sequence[int]) -> None:
-        """Add up what the other micro-batches hold during each action, and after it."""
-        before, after = self._of_each(self._before), self._of_each(self._after)
-        self._in_flight = self._callers + np.cumsum(after - before)
-        own = self._of_each(lambda way: self._own[way].activations)
-        self._activations = self._in_flight - after + own
-        made = self._of_each(self._given_by)
-        self._outputs = self._around.always + np.cumsum(made) - made
-        self._outputs[self._turn :] = self._around.always + self._around.stays
-        self._waiting = np.array(waits, dtype=self._numbers)
-        beside = self._of_each(lambda way: sum(self._own[way]) - self._own[way].activations)
-        self._total = beside + self._activations + self._outputs + self._waiting
-
-    def _of_each(self, value_of: Callable[[_Way], int]) -> NDArray[Any]:
+    def of_each(values: Sequence[int]) -> NDArray[Any]:
         """Look a number up for each action, by its way."""
-        values: NDArray[Any] = np.array([value_of(way) for way in self._ways], dtype=self._numbers)
-        return values[self._way_of]
+        of_actions: NDArray[Any] = np.array(values, dtype=numbers)[way_of]
+        return of_actions
 
-    def _before(self, way: _Way) -> int:
-        """Return what the micro-batch of an action holds before it."""
-        if way.kind == "F":
-            return 0
-        return self._new_graph if way.kind == "B" and way.recomputed else self._held[way.recomputed]
+    left, made = of_each(after), of_each(given)
+    in_flight = callers + np.cumsum(left - of_each(before))
+    activations = in_flight - left + of_each([moment.activations for moment in own])
+    # The place after the last forward.
+    turn = int(np.searchsorted(np.cumsum(kinds == F), chunks)) + 1
+    outputs = around.always + np.cumsum(made) - made
+    outputs[turn:] = around.always + around.stays
+    waiting: NDArray[Any] = np.array(waits, dtype=numbers)
+    more = of_each([sum(moment) - moment.activations for moment in own])
+    total = more + activations + outputs + waiting
 
-    def _after(self, way: _Way) -> int:
-        """Return what the micro-batch of an action holds after it."""
-        return {"F": self._held[way.recomputed], "R": self._new_graph, "B": 0}[way.kind]
-
-    def _given_by(self, way: _Way) -> int:
-        """Return what a forward adds to those outputs of the caller's that no cell has."""
-        return self._output[way.recomputed] if way.kind == "F" else 0
-
-    def moments(self) -> Iterator[Moment]:
-        """Yield the highest moments up to the last forward, between the phases, and after."""
-        yield from self._highest(0, self._turn)
-        if self._cell.gives_outputs:
-            yield self._between()
-        yield from self._highest(self._turn, len(self._way_of))
-        yield self._behind()
-
-    def _highest(self, first: int, last: int) -> list[Moment]:
-        """Return the first of the highest moments of a stretch of actions, if it has any."""
-        if first >= last:
-            return []
-        total = self._total[first:last]
-        most = np.flatnonzero(total == total.max()) + first
-        k = int(most[self._activations[most].argmax()])
-        moment = self._own[self._ways[self._way_of[k]]]
-        return [
-            moment._replace(
-                activations=int(self._activations[k]),
-                outputs=int(self._outputs[k]),
-                waiting=int(self._waiting[k]),
+    def highest(first: int, last: int) -> Iterator[Moment]:
+        """Yield the first of the highest moments of a stretch of actions, if it has any."""
+        if first < last:
+            most = np.flatnonzero(total[first:last] == total[first:last].max()) + first
+            k = int(most[activations[most].argmax()])
+            yield own[way_of[k]]._replace(
+                activations=int(activations[k]), outputs=int(outputs[k]), waiting=int(waiting[k])
             )
-        ]
 
-    def _between(self) -> Moment:
-        """Return the highest moment between the last forward and the first backward."""
-        return Moment(
-            int(self._in_flight[self._turn - 1]),
-            self._cell.all_gradients if self._gradients_exist else 0,
-            outputs=self._around.always + self._around.most,
+    yield from highest(0, turn)
+    if cell.gives_outputs:
+        yield Moment(
+            int(in_flight[turn - 1]),
+            cell.all_gradients if gradients_exist else 0,
+            outputs=around.always + around.most,
             # What waits for others' recomputes waits before the first backward too.
-            waiting=int(self._waiting[self._turn]) if self._turn < len(self._waiting) else 0,
+            waiting=int(waiting[turn]) if turn < len(waiting) else 0,
         )
-
-    def _behind(self) -> Moment:
-        """Return the moment after all actions, when the optimizer steps."""
-        outputs = self._around.always + self._around.after
-        cell = self._cell
-        return Moment(self._callers, cell.gradients_of_step, optimizer_peak(cell), outputs=outputs)
+    yield from highest(turn, len(total))
+    # When the optimizer steps.
+    yield Moment(
+        callers,
+        cell.gradients_of_step,
+        optimizer_peak(cell),
+        outputs=around.always + around.after,
+    )
 
 
 def optimizer_peak(cell: Cell) -> int:
@@ -334,13 +273,13 @@ def optimizer_peak(cell: Cell) -> int:
     return max((in_turn, *(sum(group[cell.first : cell.end]) for group in groups)))
 
 
-def _moments(cell: Cell, way: _Way, chunks: int) -> Iterator[Moment]:
+def _moments(
+    cell: Cell, kind: str, recomputed: bool, gradients_exist: bool, chunks: int
+) -> Iterator[Moment]:
     """Walk through one action of one cell, with only what this cell holds."""
-    if way.kind == "B":
-        kept = cell.kept_of(chunks, recomputed=way.recomputed)
-        return cell.backward(
-            recomputed=way.recomputed, gradients_exist=way.gradients_exist, kept=kept
-        )
-    if way.kind == "R":
-        return cell.recompute(gradients_exist=way.gradients_exist)
-    return cell.forward(records=not way.recomputed, gradients_exist=way.gradients_exist)
+    if kind == "B":
+        kept = cell.kept_of(chunks, recomputed=recomputed)
+        return cell.backward(recomputed=recomputed, gradients_exist=gradients_exist, kept=kept)
+    if kind == "R":
+        return cell.recompute(gradients_exist=gradients_exist)
+    return cell.forward(records=not recomputed, gradients_exist=gradients_exist)
