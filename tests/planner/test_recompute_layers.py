@@ -27,9 +27,10 @@ from gpipebal.pipeline import with_recompute
 from gpipebal.planner import recompute_layers
 from gpipebal.planner.recompute.network import partition_network
 from gpipebal.planner.recompute.ways import choices_of
+from gpipebal.planner.runs.moments import moments_of
 from gpipebal.problem import to_bounds
 from gpipebal.profile import LayerProfile, SkipProfile
-from gpipebal.schedule import make_schedule
+from gpipebal.schedule import order_of
 from gpipebal.solvers.knapsack.knapsack import cheapest, lowest
 from gpipebal.solvers.knapsack.network import Arc, Ceiling, Network
 
@@ -87,9 +88,12 @@ def test_runs_of_a_partition_equal_brute_force(
     # also where the peak of a run hides it, so it may need a copy less than it says.
     assume(not (cell.handed_through and cell.layers[0].copied_bytes))
     times = [int(layer.recompute_time) for layer in profile.layers]
-    row = make_schedule(schedule, len(bounds) - 1, chunks, "never").rows[j]
+    order = order_of(schedule, len(bounds) - 1, chunks, "never")
     exist = data.draw(st.booleans())
-    network = partition_network(cell, row, chunks, [*times[first:end], 0], gradients_exist=exist)
+    moments = moments_of(order, j, loss_inside=not cell.gives_outputs, gradients_exist=exist)
+    network = partition_network(
+        cell, moments, chunks, [*times[first:end], 0], gradients_exist=exist
+    )
     peaks = {
         runs: partition_memory(
             with_runs(profile, runs),
@@ -319,8 +323,9 @@ def test_runs_that_need_more_by_themselves_may_wait_less(
 def test_of_many_ways_some_are_listed() -> None:
     """All are listed if they are few; else from the cheapest to the lowest, within the limit."""
     profile = chain()
-    row = make_schedule("gpipe", 1, 4, "never").rows[0]
-    network = partition_network(Cell(profile, 0, 8, None, False), row, 4, [3, 1, 4, 1, 5, 2, 6, 2])
+    moments = moments_of(order_of("gpipe", 1, 4, "never"), 0, loss_inside=False)
+    cell = Cell(profile, 0, 8, None, False)
+    network = partition_network(cell, moments, 4, [3, 1, 4, 1, 5, 2, 6, 2])
     limit = 500 * MiB
     every, are_all = choices_of(network, limit, 10**6)
     assert are_all

@@ -18,7 +18,7 @@ from itertools import islice, takewhile
 from gpipebal.memory.cell import Cell, Storages
 from gpipebal.memory.fixed import fixed_memory
 from gpipebal.memory.layer_peaks import first_forward_peak
-from gpipebal.memory.loss import around_loss
+from gpipebal.memory.loss import AroundLoss, around_loss
 from gpipebal.memory.partitions import optimizer_peak
 from gpipebal.memory.recomputed_runs import (
     InRun,
@@ -27,8 +27,8 @@ from gpipebal.memory.recomputed_runs import (
     recomputed_from,
     uses_skips,
 )
+from gpipebal.planner.runs.moments import RowMoment
 from gpipebal.profile import LayerProfile
-from gpipebal.schedule import Action
 from gpipebal.solvers.knapsack.network import Arc, Ceiling, Network
 
 __all__ = ["partition_network"]
@@ -40,7 +40,7 @@ _Node = tuple[int, Storages]
 
 def partition_network(
     cell: Cell,
-    row: Sequence[Action],
+    moments: Sequence[RowMoment],
     chunks: int,
     costs: Sequence[int],
     *,
@@ -50,7 +50,7 @@ def partition_network(
 
     Args:
         cell: The memory of the partition's cells if nothing is recomputed.
-        row: The actions of the partition, without recomputes.
+        moments: Those of its row of the schedule, without recomputes, that can be the highest.
         chunks: Micro-batches of a mini-batch.
         costs: The cost of recomputing each layer of the partition, a whole number.
         gradients_exist: Whether the parameters have gradients before the step.
@@ -76,7 +76,7 @@ def partition_network(
     return Network(
         arcs,
         {
-            end: _ceilings(cell, row, chunks, parts.held(end), gradients_exist)
+            end: _ceilings(cell, moments, chunks, parts.held(end), gradients_exist)
             for end in nodes[n_layers]
         },
         held=cell.bytes_of(cell.entering - cell.handed),
@@ -220,49 +220,37 @@ class _Parts:
 
 
 def _ceilings(
-    cell: Cell, row: Sequence[Action], chunks: int, held: Storages, gradients_exist: bool
+    cell: Cell,
+    moments: Sequence[RowMoment],
+    chunks: int,
+    held: Storages,
+    gradients_exist: bool,
 ) -> list[Ceiling]:
-    """Return the peaks of a step whose cells hold these storages at their ends.
-
-    As in `gpipebal.memory.partitions`, action by action.
-    """
+    """Return the peaks of a step whose cells hold these storages at their ends."""
     fixed = fixed_memory(cell.own_layers).total + cell.of_caller(chunks)
+    fixed += cell.ties.summed_apart if gradients_exist else 0
     # A loss inside passes nothing on, and its output is not counted while it waits.
     less = 0 if cell.loss is None else cell.bytes_of((cell.outputs & held) - cell.handed)
-    output = 0
-    always = cell.of_loss(chunks)
-    around = None
+    output, around = 0, AroundLoss(0, 0, always=cell.of_loss(chunks), after=0)
     if cell.gives_outputs:
         output = cell.bytes_of(cell.outputs - held)
         around = around_loss(cell, chunks, chunks * output, gradients_exist=gradients_exist)
-        always = around.always
     kept = cell.bytes_of(cell.kept_of(chunks) - held)
-    found: dict[tuple[int | None, int], int] = {}
-
-    def add(walk: int | None, times: int, beside: int) -> None:
-        value = fixed + beside - times * less
-        found[walk, times] = max(value, found.get((walk, times), value))
-
-    in_flight = n_forwards = outputs = 0
-    exist = gradients_exist
-    if gradients_exist:
-        fixed += cell.ties.summed_apart
-    for action in row:
-        walk = _WALKS.index((action.kind, exist))
-        others = in_flight - (action.kind == "B")
-        # Walks through backwards include what the caller keeps.
-        add(walk, others, always + outputs - (kept if action.kind == "B" else 0))
-        in_flight += 1 if action.kind == "F" else -1
-        exist = exist or action.kind == "B"
-        if action.kind == "F":
-            n_forwards += 1
-            outputs += output
-            if around is not None and n_forwards == chunks:
-                add(None, in_flight, always + around.most + (cell.all_gradients if exist else 0))
-                outputs = around.stays
-    after = 0 if around is None else around.after
-    add(None, 0, cell.gradients_of_step + optimizer_peak(cell) + always + after)
-    return [Ceiling(walk, times, beside) for (walk, times), beside in found.items()]
+    found = []
+    for moment in moments:
+        kind, exist, times = moment.kind, moment.gradients_exist, moment.n_graphs
+        walk, beside = None, fixed + around.always - times * less
+        if kind == "L":
+            beside += around.most + (cell.all_gradients if exist else 0)
+        elif kind == "O":
+            beside += around.after + cell.gradients_of_step + optimizer_peak(cell)
+        else:
+            walk = _WALKS.index((kind, exist))
+            beside += around.stays if moment.forwards_done else times * output
+            # Walks through backwards include what the caller keeps.
+            beside -= kept if kind == "B" else 0
+        found.append(Ceiling(walk, times, beside))
+    return found
 
 
 def _higher(one: Sequence[int], other: Sequence[int]) -> tuple[int, int]:

@@ -15,9 +15,10 @@ from gpipebal.planner.posing import Posed
 from gpipebal.planner.recompute.choice import LayerRecompute
 from gpipebal.planner.recompute.network import partition_network
 from gpipebal.planner.recompute.ways import Choice, SearchTime, choices_of, in_order
+from gpipebal.planner.runs.moments import moments_of
 from gpipebal.problem import Device, to_bounds
 from gpipebal.problem.checks import largest_denominator, scaled
-from gpipebal.schedule import CheckpointMode, make_schedule
+from gpipebal.schedule import CheckpointMode, order_of
 from gpipebal.solvers.knapsack.knapsack import Way, cheapest, lowest
 from gpipebal.solvers.knapsack.network import Network
 
@@ -166,12 +167,16 @@ class RunChoice:
                 self.all_tried = False  # a way that keeps less is not looked for
                 return None
             modes, chunks = self._modes_with(j), self._posed.chunks
-            row = make_schedule(question.schedule, question.n_partitions, chunks, modes).rows[j]
+            exist = question.gradients_exist
+            order = order_of(question.schedule, question.n_partitions, chunks, modes)
+            moments = moments_of(
+                order, j, loss_inside=not cell.gives_outputs, gradients_exist=exist
+            )
             costs = [*scaled(self._times(j), self._scale(j)), 0]
             # Of ways that take equally long, one that recomputes fewer layers.
             costs = [(end - first + 1) * cost + 1 for cost in costs]
             self._networks[j] = partition_network(
-                cell, row, chunks, costs, gradients_exist=question.gradients_exist
+                cell, moments, chunks, costs, gradients_exist=exist
             )
         return self._networks[j]
 

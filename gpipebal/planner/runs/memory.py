@@ -22,7 +22,7 @@ import numpy as np
 
 from gpipebal.memory.loss import loss_of_micro_batch
 from gpipebal.planner.runs.chain import LayerChain
-from gpipebal.planner.runs.moments import RowMoment, moments_of, moments_of_long
+from gpipebal.planner.runs.moments import RowMoment, moments_of
 from gpipebal.planner.runs.peaks import RunPeaks
 from gpipebal.planner.runs.storage_tables import StorageTables
 from gpipebal.problem import Memory
@@ -30,9 +30,9 @@ from gpipebal.profile import LayerProfile, Profile
 from gpipebal.schedule import (
     CHECKPOINT_MODES,
     CheckpointMode,
-    Schedule,
     check_schedule,
     make_schedule,
+    order_of,
 )
 
 if TYPE_CHECKING:
@@ -183,39 +183,28 @@ class RunMemory:
             return None
         if self._schedule == "1f1b":
             return tuple(min(chunks, n - 1 - j) for j in range(n))
-        rows = [self._whole(mode).rows for mode in CHECKPOINT_MODES]
+        rows = [make_schedule(self._schedule, n, chunks, mode).rows for mode in CHECKPOINT_MODES]
         first: dict[tuple[tuple[tuple[str, int], ...], ...], int] = {}
         return tuple(
             first.setdefault(tuple(tuple(action[1:] for action in row[j]) for row in rows), j)
             for j in range(n)
         )
 
-    def _whole(self, mode: CheckpointMode) -> Schedule:
-        return make_schedule(self._schedule, self._n_partitions, self._chunks, mode)
-
     def _moments(self, mode: CheckpointMode, label: int) -> list[RowMoment]:
-        if self._schedule not in ("gpipe", "1f1b"):
-            return self._walked(mode, label, self._chunks)
-        forwards_ahead = 0 if self._schedule == "gpipe" else label
-        return moments_of_long(
-            lambda chunks: self._walked(mode, label, chunks), self._chunks, forwards_ahead
-        )
-
-    def _walked(self, mode: CheckpointMode, label: int, chunks: int) -> list[RowMoment]:
-        """Walk through a row with a number of micro-batches."""
+        """Return the moments of the rows with a label that can be the highest."""
         # With this many forwards ahead, all may wait that the row by itself allows: the outputs of
         # micro-batches that have not come back, and all gradients.
-        ahead: int | None = chunks
+        ahead: int | None = self._chunks
+        n_partitions, partition = self._n_partitions, label
         if self._schedule == "gpipe":
-            row, ahead = make_schedule("gpipe", 1, chunks, mode).rows[0], None
+            n_partitions, ahead = 1, None
         elif self._schedule == "1f1b":
-            row = make_schedule("1f1b", label + 1, chunks, mode).rows[0]
+            n_partitions, partition = label + 1, 0
             # The gradient of a skip connection may wait for a much earlier partition.
-            ahead = chunks if self._profile.skips else label + 1
-        else:
-            row = self._whole(mode).rows[label]
+            ahead = ahead if self._profile.skips else label + 1
         return moments_of(
-            row,
+            order_of(self._schedule, n_partitions, self._chunks, mode),
+            partition,
             loss_inside=self._chain.loss is not None,
             waiting=self._waiting,
             ahead=ahead,

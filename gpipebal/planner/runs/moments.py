@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from operator import le
+from typing import TYPE_CHECKING, NamedTuple
 
-from gpipebal.schedule import Action
+import numpy as np
 
-__all__ = ["RowMoment", "moments_of", "moments_of_long"]
+from gpipebal.schedule import Order
+from gpipebal.schedule.actions import KINDS, B, F, R
 
-#: Micro-batches beyond those ahead with which a row has all its kinds of moments.
-_ALL_KINDS = 8
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["RowMoment", "moments_of"]
 
 
 class RowMoment(NamedTuple):
@@ -42,17 +45,19 @@ class RowMoment(NamedTuple):
 
 
 def moments_of(
-    row: Sequence[Action],
+    order: Order,
+    partition: int,
     *,
     loss_inside: bool,
     waiting: bool = False,
     ahead: int | None = None,
     gradients_exist: bool = False,
 ) -> list[RowMoment]:
-    """Walk through the row of a partition, and keep the moments that can be the highest.
+    """Go through the row of a partition, and keep the moments that can be the highest.
 
     Args:
-        row: Its actions.
+        order: The actions, one partition on each device.
+        partition: The partition.
         loss_inside: Whether the last partition computes the loss.
         waiting: Whether to count micro-batches that may wait for a neighbour.
         ahead: How many forwards the partition before runs before it alternates between one forward
@@ -60,107 +65,75 @@ def moments_of(
         gradients_exist: Whether the parameters have gradients before the step.
 
     Complexity:
-        O(a) for a row of a actions, of which those of one kind change the counts in few ways.
+        O(a) in numpy for a row of a actions, of which those of one kind change the counts in few
+        ways.
 
     Example:
-        >>> from gpipebal.schedule import gpipe_schedule
-        >>> row = gpipe_schedule(1, 4, "except_last").rows[0]
-        >>> [(m.kind, m.n_graphs, m.n_inputs) for m in moments_of(row, loss_inside=True)]
-        [('F', 0, 2), ('F', 0, 3), ('B', 0, 3), ('R', 0, 2), ('B', 0, 2), ('O', 0, 0)]
+        >>> from gpipebal.schedule import order_of
+        >>> moments = moments_of(order_of("gpipe", 1, 4, "except_last"), 0, loss_inside=True)
+        >>> [(m.kind, m.n_graphs, m.n_inputs) for m in moments]
+        [('F', 0, 3), ('F', 0, 2), ('R', 0, 2), ('B', 0, 3), ('B', 0, 2), ('O', 0, 0)]
     """
-    chunks = sum(action.kind == "F" for action in row)
-    recomputed = {action.micro_batch for action in row if action.kind == "R"}
-    found: dict[tuple[str, bool, bool, bool], list[RowMoment]] = {}
-    #: Of each kind of moments, by how much the counts changed from the last but one to the last.
-    steps: dict[tuple[str, bool, bool, bool], tuple[int, ...]] = {}
-    graphs = inputs = forwards = backwards = 0
-
-    def waits(kind: str) -> tuple[int, int]:
-        """Bound how many outputs and gradients wait to be taken."""
-        if not waiting or kind in "LO":
-            return 0, 0
-        if ahead is not None:
+    row = slice(*order.offsets[partition : partition + 2].tolist())
+    kinds, micro_batches = order.kinds[row].astype(np.int64), order.micro_batches[row]
+    forward, backward = kinds == F, kinds == B
+    chunks = int(forward.sum())
+    again = np.zeros(chunks, dtype=bool)
+    again[micro_batches[kinds == R]] = True
+    recomputed = again[micro_batches]
+    # What has been done before each action, and what other micro-batches hold.
+    forwards, backwards = _before(forward), _before(backward)
+    n_graphs, n_inputs = (
+        _before(forward & which) - _before(backward & which) - (~forward & which)
+        for which in (~recomputed, recomputed)
+    )
+    n_given = n_returned = n_passed = np.zeros_like(forwards)
+    if waiting:
+        n_passed = n_graphs + backward
+        if ahead is None:
+            # Without a loss between the phases, outputs may wait until the first backward.
+            early = (kinds == R) & (backwards == 0) & loss_inside
+            n_given, n_returned = np.where(forward | early, forwards, 0), backwards
+        else:
             # The output of a micro-batch was taken before its backward; and before a forward comes,
             # the partition that it comes from has taken the gradients of much earlier ones.
-            taken = max(0, forwards - 1 - ahead)
-            return forwards - backwards, max(0, backwards - taken)
-        # Without a loss between the phases, outputs may wait until the first backward.
-        early = kind == "R" and not backwards and loss_inside
-        return forwards if kind == "F" or early else 0, backwards
-
-    def meet(kind: str, is_recomputed: bool, n_graphs: int, n_inputs: int) -> None:
-        key = (kind, is_recomputed, gradients_exist or backwards > 0, forwards == chunks)
-        moments = found.setdefault(key, [])
-        n_passed = n_graphs + (kind == "B") if waiting and kind != "O" else 0
-        new = RowMoment(*key, n_graphs, n_inputs, *waits(kind), n_passed)
-        counts = new[4:]
-        if any(all(a <= b for a, b in zip(counts, old[4:], strict=True)) for old in moments):
-            return
-        kept = [old for old in moments if any(a > b for a, b in zip(old[4:], counts, strict=True))]
-        before = kept[-1][4:] if kept else counts
-        step = tuple(a - b for a, b in zip(counts, before, strict=True))
-        if len(kept) == len(moments) > 1 and step == steps.get(key):
-            kept.pop()  # on a line with those beside it, of which one is as high
-        found[key], steps[key] = [*kept, new], step
-
-    for action in row:
-        is_recomputed = action.micro_batch in recomputed
-        if action.kind == "F":
-            meet("F", is_recomputed, graphs, inputs)
-            graphs, inputs = graphs + (not is_recomputed), inputs + is_recomputed
-            forwards += 1
-            if forwards == chunks and not loss_inside:
-                meet("L", False, graphs, inputs)
-        else:
-            others = graphs - (not is_recomputed), inputs - is_recomputed
-            meet(action.kind, is_recomputed, *others)
-            if action.kind == "B":
-                graphs, inputs = others
-                backwards += 1
-    meet("O", False, 0, 0)
-    return [moment for moments in found.values() for moment in moments]
-
-
-def moments_of_long(
-    walk: Callable[[int], list[RowMoment]], chunks: int, n_ahead: int
-) -> list[RowMoment]:
-    """Return the moments of a row with many micro-batches, from those of short rows.
-
-    In the rows of GPipe and 1F1B each micro-batch more changes each count by as much as the one
-    before. Should it not, the row itself is walked through.
-
-    Args:
-        walk: Returns the moments of the row with a number of micro-batches.
-        chunks: Micro-batches of the long row.
-        n_ahead: Forwards before the first backward, beyond the first, that do not grow with them.
-
-    Complexity:
-        That of three walks through rows of about `n_ahead` micro-batches.
-
-    Example:
-        >>> from gpipebal.schedule import gpipe_schedule
-        >>> def walk(chunks):
-        ...     row = gpipe_schedule(1, chunks, "except_last").rows[0]
-        ...     return moments_of(row, loss_inside=True)
-        >>> moments_of_long(walk, 50, 0) == walk(50)
-        True
-    """
-    short = n_ahead + _ALL_KINDS
-    if chunks <= short + 2:
-        return walk(chunks)
-    rows = [walk(short + more) for more in range(3)]
-    if len(set(map(len, rows))) > 1:
-        return walk(chunks)
+            taken = np.maximum(0, forwards - 1 - ahead)
+            n_given, n_returned = forwards - backwards, np.maximum(0, backwards - taken)
+    counts = np.stack([n_graphs, n_inputs, n_given, n_returned, n_passed], axis=1)
+    exist, done = (backwards > 0) | gradients_exist, forwards == chunks
+    ways = 8 * kinds + 4 * recomputed + 2 * exist + done
     found = []
-    for first, second, third in zip(*rows, strict=True):
-        steps = [b - a for a, b in zip(first[4:], second[4:], strict=True)]
-        if third != _moved(second, steps, 1) or second[:4] != first[:4]:
-            return walk(chunks)
-        found.append(_moved(first, steps, chunks - short))
+    for way in np.unique(ways).tolist():
+        what = KINDS[way // 8], bool(way & 4), bool(way & 2), bool(way & 1)
+        found += [RowMoment(*what, *corner) for corner in _corners(counts[ways == way])]
+    if not loss_inside:
+        # Between the phases of GPipe: no backward has been by then.
+        held = chunks - int(again.sum()), int(again.sum())
+        found.append(RowMoment("L", False, gradients_exist, True, *held, 0, 0, waiting * held[0]))
+    found.append(RowMoment("O", False, True, True, 0, 0, 0, 0, 0))
     return found
 
 
-def _moved(moment: RowMoment, steps: Sequence[int], times: int) -> RowMoment:
-    """Return a moment whose counts have changed some times by as much."""
-    counts = [count + times * step for count, step in zip(moment[4:], steps, strict=True)]
-    return RowMoment(*moment[:4], *counts)
+def _before(which: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Count the actions of some kind before each action."""
+    return np.cumsum(which) - which
+
+
+def _corners(points: NDArray[np.int64]) -> list[tuple[int, ...]]:
+    """Return those of a series of points that may have the largest sum, whatever a count adds.
+
+    No point is it that lies on a line between two others, or below another in every count.
+
+    Example:
+        >>> _corners(np.array([[0, 3], [1, 2], [2, 1], [0, 1]]))
+        [(0, 3), (2, 1)]
+    """
+    steps = np.diff(points, axis=0)
+    bends = np.ones(len(points), dtype=bool)
+    bends[1:-1] = (steps[1:] != steps[:-1]).any(axis=1)
+    corners = sorted(set(map(tuple, points[bends].tolist())))
+    return [
+        one
+        for one in corners
+        if not any(one != other and all(map(le, one, other)) for other in corners)
+    ]
