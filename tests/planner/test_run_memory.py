@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tracemalloc
 from dataclasses import fields, replace
+from functools import partial
 from itertools import pairwise
 from operator import mul
 from typing import Any
@@ -23,6 +24,7 @@ from gpipebal.planner.execution import Execution
 from gpipebal.planner.posing import pose
 from gpipebal.planner.question import ask as ask_planner
 from gpipebal.planner.runs import memory as run_memory
+from gpipebal.planner.runs.highest import Change, highest_before
 from gpipebal.planner.runs.memory import KnownMemory, RunMemory
 from gpipebal.planner.runs.moments import RowMoment, moments_of
 from gpipebal.planner.times import step_timeline
@@ -268,6 +270,31 @@ def test_each_of_very_many_micro_batches_adds_as_much() -> None:
                 for chunks in (2**14, 2**14 - 1, 2**14 - 2)
             )
             assert (most - more == more - less).all()
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_the_highest_of_layers_is_that_of_each_end_by_itself(seed: int) -> None:
+    """Whatever changes begin and stop: as if the table were made anew for every end."""
+    rng = np.random.default_rng(seed)
+    n_rows, width = int(rng.integers(1, 4)), int(rng.integers(1, 7))
+    needs = rng.integers(0, 9, (n_rows, width))
+    columns = np.sort(rng.integers(0, width + 1, int(rng.integers(1, 8))))
+    changes = []
+    for _ in range(int(rng.integers(0, 5))):
+        ends = range(*np.sort(rng.integers(1, len(columns) + 2, 2)).tolist())
+        rows = slice(*np.sort(rng.integers(0, n_rows + 1, 2)).tolist())
+        first, more = int(rng.integers(0, width)), rng.integers(-9, 9, (1, width))
+        changes.append(Change(ends, first, partial(np.copy, more), rows))
+    expected = []
+    for end, column in enumerate(columns.tolist(), start=1):
+        table = needs.copy()
+        for change in changes:
+            if end in change.ends:
+                table[change.rows, change.first :] += change.amounts()[:, : width - change.first]
+        expected.append(table[:, :column].max(axis=1, initial=-100))
+    found = highest_before(needs, columns, changes, -100)
+    assert found.tolist() == np.stack(expected, axis=1).tolist()
 
 
 def test_what_the_loss_hands_out_is_counted_once() -> None:

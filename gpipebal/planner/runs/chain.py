@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gpipebal.profile import LayerProfile, Profile, SkipProfile
+from gpipebal.profile import LayerProfile, Profile
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -164,28 +164,15 @@ class LayerChain:
 
         Runs to the last end pass on the chain's output.
         """
-        begin: dict[int, list[SkipProfile]] = {}
-        stop: dict[int, list[SkipProfile]] = {}
-        for skip in self.profile.skips:
-            if skip.source != skip.destination:
-                begin.setdefault(skip.source + 1, []).append(skip)
-                stop.setdefault(skip.destination + 1, []).append(skip)
-        sources: dict[int, list[int]] = {}
-        stashed: dict[int, int] = {}
+        skips = sorted(self.profile.skips, key=lambda skip: skip.source)
         all_ends: list[Mapping[int, int]] = [{}]
         for end, layer in enumerate(self.profile.layers, 1):
-            for skip in stop.get(end, ()):
-                for storage in skip.storages:
-                    sources[storage].remove(skip.source)
-            for skip in begin.get(end, ()):
-                for storage in skip.storages:
-                    sources.setdefault(storage, []).append(skip.source)
-            for skip in (*stop.get(end, ()), *begin.get(end, ())):
-                for storage in skip.storages:
-                    stashed.pop(storage, None)
-                    if sources[storage]:
-                        stashed[storage] = max(sources[storage])
-            all_ends.append({**stashed, **dict.fromkeys(layer.outputs, end - 1)})
+            handed: dict[int, int] = {}
+            for skip in skips:
+                if skip.source < end <= skip.destination:
+                    handed.update(dict.fromkeys(skip.storages, skip.source))
+            handed.update(dict.fromkeys(layer.outputs, end - 1))
+            all_ends.append(handed)
         return all_ends
 
     @cached_property

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpipebal.memory.layer_peaks import first_forward_peak, forward_peak
-from gpipebal.planner.runs.highest import Change, Highest
+from gpipebal.planner.runs.highest import Change, highest_before
 from gpipebal.planner.runs.storage_tables import StorageTables
 
 if TYPE_CHECKING:
@@ -36,13 +36,8 @@ def forward_peaks(tables: StorageTables, none: int, records: bool) -> Table:
         first_forward_peak(chain.profile, k, chain.layers[k], records) for k in firsts.tolist()
     ]
     needs[np.arange(len(firsts)), firsts] += tables.column(at_first) - peaks[firsts]
-    highest = Highest(tables.from_first(needs, none))
-    found = np.take(highest.running, ends - 1, axis=1)
-    for end in highest.through(range(1, len(ends) + 1), [*changes, *_copies_of_inputs(tables)]):
-        column = int(ends[end - 1])
-        if highest.has_changed(column):
-            found[:, end - 1] = highest.before(column)
-    return found
+    every = [*changes, *_copies_of_inputs(tables)]
+    return highest_before(tables.from_first(needs, none), ends, every, none)
 
 
 def _copies_of_inputs(tables: StorageTables) -> Iterator[Change]:

@@ -7,8 +7,8 @@ are changes of that table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,8 +18,7 @@ from gpipebal.memory.gradients import SumAtStart, sums_at_start
 from gpipebal.memory.layer_peaks import chained_peak, uncopied_peak
 from gpipebal.planner.runs.chain import LayerChain
 from gpipebal.planner.runs.highest import Change
-from gpipebal.profile import SkipProfile
-from gpipebal.profile.gradients import StashedSum
+from gpipebal.profile.gradients import GradientMemory, StashedSum
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -64,8 +63,7 @@ class GradientTables:
         kind: Type of the numbers.
 
     Attributes:
-        living: What lives while each layer runs backwards, in runs that go on after it: a table, or
-            one row for all.
+        living: What lives while each layer runs backwards, in runs that go on after it.
         sums: What the last layer of the run to each end finds summed up, or sums up early.
     """
 
@@ -75,7 +73,9 @@ class GradientTables:
         self._flow = self._profile.gradient_flow
         self._parts = list(self._find_parts())
         self._alone: dict[bool, list[Table]] = {}
-        self.living = self._add_up(len(self._layers))
+        self.living: Table = np.zeros((len(firsts), len(self._layers)), dtype=kind)
+        for part in self._parts:
+            self.living[:, part.lowest : part.until] += part.columns(part.lowest, part.until)
         n = self._profile.n_layers
         #: The ends of runs whose backward starts from gradients that it is given.
         self._goes_on = range(1, n + (chain.loss is None))
@@ -104,11 +104,8 @@ class GradientTables:
     def _column(self, numbers: Sequence[int]) -> Table:
         return np.array(numbers, dtype=self._kind)
 
-    def _until(self, place: int) -> Table:
+    def _until(self, one: GradientMemory) -> Table:
         """Return the first layer that is given any of a piece of memory; see `GradientMemory`."""
-        one = self._flow.memory[place]
-        if not one.sources and not one.copied:
-            return np.array([one.lowest_value])
         found = np.full(len(self._firsts), one.lowest_value)
         for low, stop in one.copied:
             found[(low <= self._firsts) & (self._firsts < stop)] = stop
@@ -140,41 +137,20 @@ class GradientTables:
         yield from map(self._of_stashed, self._flow.sums)
         for place in sorted(whole):
             one = self._flow.memory[place]
-            amount = self._column([one.n_bytes])
-            yield Living(amount, self._until(place), one.lowest, one.maker)
+            yield Living(self._column([one.n_bytes]), self._until(one), one.lowest, one.maker)
 
     def _of_stashed(self, one: StashedSum) -> Living:
         """Return a sum of what a layer hands back, and a skip does."""
         amount = self._column([one.n_bytes]) * (self._firsts <= one.source)
         return Living(amount, np.array([one.since]), one.since, one.until)
 
-    def _add_up(self, n_columns: int) -> Table:
-        row = self._column([0] * n_columns)
-        table: Table | None = None
-        for part in self._parts:
-            if len(part.amount) == len(part.since) == 1:
-                row[part.since[0] : part.until] += part.amount[0]
-            else:
-                if table is None:
-                    table = self._column([0]).repeat(len(self._firsts) * n_columns)
-                    table = table.reshape(len(self._firsts), n_columns)
-                table[:, part.lowest : part.until] += part.columns(part.lowest, part.until)
-        return row if table is None else row + table
-
     def peaks(self, exist: bool) -> Table:
         """Return what each layer's backward needs by itself in runs that go on after it.
 
         Args:
             exist: Whether gradients of parameters exist.
-
-        Returns:
-            A table, or one row for all runs.
         """
-        found = self._of_layers(exist)
-        if all(len(each) == 1 for each in found):
-            return np.concatenate(found)
-        shape = (len(self._firsts),)
-        return np.stack([np.broadcast_to(each, shape) for each in found], axis=1)
+        return np.stack(self._of_layers(exist), axis=1)
 
     def _of_layers(self, exist: bool) -> list[Table]:
         """Return `peak` of every layer. Several kinds of backwards ask for it."""
@@ -183,7 +159,7 @@ class GradientTables:
         return self._alone[exist]
 
     def peak(self, k: int, exist: bool, started: frozenset[int] = frozenset()) -> Table:
-        """Return what one layer's backward needs by itself, of every run or the same for all.
+        """Return what one layer's backward needs by itself in every run.
 
         Args:
             k: Its index; that of the loss is the number of layers.
@@ -191,13 +167,14 @@ class GradientTables:
             started: Memory that the backward of the run started from, and does not free.
         """
         layer = self._layers[k]
-        kept, of_runs = chained_peak(layer, exist, inside=True), self._column([0])
+        kept = chained_peak(layer, exist, inside=True)
+        of_runs: Table = np.zeros(len(self._firsts), dtype=self._kind)
         for place in self._flow.given[k]:
             one = self._flow.memory[place]
             if place in started:
                 kept += one.n_bytes
             elif one.lowest < k:
-                is_held = (self._until(place) < k) & (self._firsts < k)
+                is_held = (self._until(one) < k) & (self._firsts < k)
                 of_runs = of_runs + is_held.astype(self._kind) * one.n_bytes
         most = self._column([uncopied_peak(layer, exist, inside=True)])
         copies = [
@@ -234,34 +211,15 @@ class GradientTables:
             return dict.fromkeys(range(k + 1))
         found: dict[int, int | None] = {}
         for storage in value.union(*(self._profile.with_gradient(s.storages) for s in skips)):
-            firsts = {first for first in self._given_first.get(storage, ()) if first < k}
-            for skip in self._skips_of.get(storage, ()):
-                if skip.destination <= k:
+            firsts = {j for j in range(1, k) if storage in self._layers[j - 1].outputs}
+            for skip in self._profile.skips:
+                if skip.source < skip.destination <= k and storage in skip.storages:
                     firsts.update(range(skip.source + 1, skip.destination + 1))
             for first in firsts:
                 found[first] = (found.get(first) or 0) + self._profile.storages[storage]
         if k and self._profile.further_gradients(k - 1) > 0:
             found = dict.fromkeys(found)
         found[k] = None
-        return found
-
-    @cached_property
-    def _given_first(self) -> Mapping[int, Sequence[int]]:
-        """Storages of values, and the first layers of runs that are given them."""
-        found: dict[int, list[int]] = {}
-        for k, layer in enumerate(self._profile.layers, start=1):
-            for storage in layer.outputs:
-                found.setdefault(storage, []).append(k)
-        return found
-
-    @cached_property
-    def _skips_of(self) -> Mapping[int, Sequence[SkipProfile]]:
-        """Storages of skips, and these."""
-        found: dict[int, list[SkipProfile]] = {}
-        for skip in self._profile.skips:
-            if skip.source < skip.destination:
-                for storage in skip.storages:
-                    found.setdefault(storage, []).append(skip)
         return found
 
     def changes(self, exist: bool) -> Iterator[Change]:

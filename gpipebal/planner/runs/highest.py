@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,11 +13,7 @@ if TYPE_CHECKING:
 
     Table = NDArray[Any]
 
-    #: The first layer from which on something is subtracted, and a table of as many layers as it is
-    #: subtracted from; it may be one row that holds for all.
-    Less = tuple[int, Table]
-
-__all__ = ["Change", "Highest"]
+__all__ = ["Change", "highest_before"]
 
 
 class Change(NamedTuple):
@@ -36,82 +33,51 @@ class Change(NamedTuple):
     rows: slice = slice(None)
 
 
-class Highest:
-    """The highest of each row before a column, in a table that changes from end to end.
+def highest_before(needs: Table, columns: Table, changes: Iterable[Change], none: int) -> Table:
+    """Return the highest of each row before a column, which is another one for each end.
 
-    What changes from one end to the next is added, and taken off again after its last end. So it
-    costs as much as it changes, however much else holds at the same time.
+    What changes from one end to the next is added, and taken off again after its last end. The
+    maximum along the rows is then worked out again from there on. So an end costs as much as it
+    changes, however much else holds at the same time; and ends that change nothing are done at
+    once.
 
     Args:
         needs: What each layer needs: one row for each first layer; it is changed in place.
-    """
-
-    def __init__(self, needs: Table) -> None:
-        self._needs = needs
-        #: The running maximum along each row; right in the columns before `_right`.
-        self.running = np.maximum.accumulate(needs, axis=1)
-        self._right = needs.shape[1]
-        #: The highest before the column that was asked for last; None: of no column.
-        self._known: tuple[int, Table] | None = None
-
-    def through(self, ends: range, changes: Iterable[Change]) -> Iterator[int]:
-        """Go through ends; at each, those changes hold whose `ends` have it, none begun before."""
-        begin: dict[int, list[Change]] = {}
-        stop: dict[int, list[Change]] = {}
-        for change in changes:
-            if change.ends:
-                begin.setdefault(change.ends.start, []).append(change)
-                stop.setdefault(change.ends.stop, []).append(change)
-        for end in ends:
-            for change in stop.get(end, ()):
-                self._make(change, np.subtract)
-            for change in begin.get(end, ()):
-                self._make(change, np.add)
-            yield end
-
-    def _make(self, change: Change, how: np.ufunc) -> None:
-        first, amounts = change.first, change.amounts()
-        if not amounts.size:
-            return
-        changed = self._needs[change.rows, first : first + amounts.shape[1]]
-        how(changed, amounts[:, : changed.shape[1]], out=changed)
-        self._right = min(self._right, first)
-        if self._known is not None and first < self._known[0]:
-            self._known = None
-
-    def has_changed(self, column: int) -> bool:
-        """Tell whether the highest before a column may be another than at the beginning."""
-        return column > self._right
-
-    def before(self, column: int) -> Table:
-        """Return the highest of each row in the columns before one that is not the first."""
-        if column <= self._right:
-            return self.running[:, column - 1]
-        start, found = self._right, self.running[:, self._right - 1] if self._right else None
-        if self._known is not None and self._known[0] <= column:
-            start, found = self._known
-        if start < column:
-            new = self._needs[:, start:column].max(axis=1)
-            found = new if found is None else np.maximum(found, new)
-        assert found is not None
-        self._known = column, found
-        return found
-
-    def before_less(self, column: int, amounts: Sequence[Less]) -> Table:
-        """Return the highest of each row in the columns before one, less further amounts."""
-        low = min(first for first, _ in amounts)
-        found: Table = _less(self._needs[:, low:column], low, amounts).max(axis=1)
-        return np.maximum(found, self.before(low)) if low else found
-
-
-def _less(table: Table, low: int, amounts: Sequence[Less]) -> Table:
-    """Return columns of a table, the first of which has the number `low`, less amounts.
+        columns: The column of each end, in ascending order; the first end is 1.
+        changes: What is added for some ends.
+        none: The highest where there is no column before.
 
     Example:
-        >>> _less(np.array([[5, 5, 5]]), 1, [(2, np.array([[4]]))])
-        array([[5, 1, 5]])
+        >>> more = Change(range(2, 3), 0, lambda: np.array([[9]]))
+        >>> highest_before(np.array([[1, 3, 2]]), np.array([0, 1, 3]), [more], -1)
+        array([[-1, 10,  3]])
     """
-    found = table.copy()
-    for first, each in amounts:
-        found[:, first - low : first - low + each.shape[1]] -= each
+    begin: dict[int, list[Change]] = {}
+    stop: dict[int, list[Change]] = {}
+    for change in changes:
+        if change.ends:
+            begin.setdefault(change.ends.start, []).append(change)
+            stop.setdefault(change.ends.stop, []).append(change)
+    found: Table = np.empty((len(needs), len(columns)), dtype=needs.dtype)
+    # The maximum along each row up to every column, right in the columns before `right`.
+    running, right = np.empty_like(needs), 0
+    ends = range(1, len(columns) + 1)
+    at = sorted({1, *begin, *stop}.intersection(ends))
+    for end, following in pairwise([*at, ends.stop]):
+        for how, made in ((np.subtract, stop), (np.add, begin)):
+            for change in made.get(end, ()):
+                first, amounts = change.first, change.amounts()
+                changed = needs[change.rows, first : first + amounts.shape[1]]
+                how(changed, amounts[:, : changed.shape[1]], out=changed)
+                right = min(right, first)
+        own = columns[end - 1 : following - 1]
+        last = int(own[-1])
+        if right < last:
+            new = running[:, right:last]
+            np.maximum.accumulate(needs[:, right:last], axis=1, out=new)
+            if right:
+                np.maximum(new, running[:, right - 1 : right], out=new)
+            right = last
+        found[:, end - 1 : following - 1] = running[:, own - 1]
+    found[:, columns == 0] = none
     return found

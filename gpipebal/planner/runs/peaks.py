@@ -18,7 +18,7 @@ from gpipebal.memory.loss import around_loss
 from gpipebal.planner.runs.ends import RunEnds
 from gpipebal.planner.runs.forward_peaks import forward_peaks
 from gpipebal.planner.runs.gradient_tables import GradientTables
-from gpipebal.planner.runs.highest import Highest
+from gpipebal.planner.runs.highest import highest_before
 from gpipebal.planner.runs.moments import RowMoment
 from gpipebal.planner.runs.storage_tables import StorageTables
 from gpipebal.planner.runs.tie_tables import TieTables
@@ -70,7 +70,7 @@ class RunPeaks:
         self._idle = self._idle_runs()
         self._passed = self._passed_bytes()
         self._gradients = GradientTables(chain, self.firsts, tables.kind)
-        self._run_ends = RunEnds(tables, self._ties, self._gradients, self._idle[:, -1], chunks)
+        self._run_ends = RunEnds(tables, self._idle[:, -1], chunks)
         kept = self._column([0, *(layer.kept_buffer_bytes for layer in chain.layers)]).cumsum()
         #: Copies of buffers that a cell keeps for its recompute.
         self._kept_buffers = kept[self._ends][None, :] - kept[self.firsts][:, None]
@@ -264,13 +264,16 @@ class RunPeaks:
     def _backward(self, recomputed: bool, exist: bool) -> Table:
         ends, made = self._ends, self._gradient_sums
         _, changes = self._tables.backward
-        inner = self._inner_needs(recomputed, exist)
+        inner = self._tables.from_first(self._inner_needs(recomputed, exist), self._none)
         last = self._last_needs(recomputed, exist)
-        needs = Highest(self._tables.from_first(inner, self._none))
+        every = [
+            *changes,
+            *self._ties.changes(exist),
+            *self._gradients.changes(exist),
+            *self._run_ends.changes(recomputed=recomputed, exist=exist),
+        ]
         # Every layer but the last of the run; in a run of one layer there is none.
-        none = np.full_like(inner[:, :1], self._none)
-        before = np.take(np.concatenate([none, needs.running], axis=1), ends - 1, axis=1)
-        self._run_ends.correct(before, needs, changes, recomputed=recomputed, exist=exist)
+        before = highest_before(inner, ends - 1, every, self._none)
         highest = np.maximum(before, last) + self._started
         return highest + (self._all_gradients if exist else made[ends])
 
@@ -298,7 +301,7 @@ class RunPeaks:
         if recomputed:
             needs = needs + self._at_ends(self._saved_buffers)
         if not exist:
-            tied = self._copies_of_last(self._ties.copies(len(layers)))
+            tied = self._ties.copies(len(layers))[:, ends - 1]
             needs = needs - self._gradient_sums[ends] + tied
         return needs
 
@@ -330,8 +333,3 @@ class RunPeaks:
         for first, end in self._chain.runs_that_hand_through():  # copied at their beginning
             missing[self.firsts == first, end - 1] -= copies[first]
         return missing
-
-    def _copies_of_last(self, copies: Table) -> Table:
-        """Return the copies of the last layer of each run."""
-        last = self._ends - 1
-        return np.where(last[None, :] >= self.firsts[:, None], copies[:, last], 0)
