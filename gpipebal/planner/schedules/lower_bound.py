@@ -19,7 +19,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from functools import cache, partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -220,26 +221,6 @@ class Relaxed:
             bounds.append(end)
         return tuple(bounds), refused
 
-    def count_within(self, limit: int, at_most: int) -> int:
-        """Count the splits whose partitions all keep a limit; stop above `at_most`.
-
-        Complexity:
-            O(K N log N) for N layers and K partitions.
-        """
-        ways = [1] + [0] * self.n_layers
-        for j, (low, high) in enumerate(pairwise(self.windows(limit))):
-            changes = [0] * (self.n_layers + 2)
-            for start in range(low[0], low[1] + 1):
-                if ways[start]:
-                    end = self.furthest(j, start, high[1], limit)
-                    changes[start + 1] += ways[start]
-                    changes[end + 1] -= ways[start]
-            ways = list(accumulate(changes))[: self.n_layers + 1]
-            ways = [n if high[0] <= place <= high[1] else 0 for place, n in enumerate(ways)]
-            if sum(ways) > at_most:
-                return sum(ways)
-        return ways[-1]
-
     def windows(self, limit: int) -> list[tuple[int, int]]:
         """Return the first and the last place of each bound in splits within a limit.
 
@@ -255,17 +236,25 @@ class Relaxed:
             firsts.append(min(self.nearest(j, j, firsts[-1], limit), firsts[-1]))
         return list(zip(reversed(firsts), lasts, strict=True))
 
-    def splits_within(self, limit: int) -> list[tuple[int, ...]]:
-        """List the splits whose partitions all keep a limit, leftmost cuts first."""
+    def splits_within(self, limit: int, at_most: int) -> list[tuple[int, ...]] | None:
+        """List the splits whose partitions all keep a limit, leftmost cuts first.
+
+        Returns:
+            None: there are, or seem to be, more than `at_most`.
+
+        Complexity:
+            O(K N log N) for N layers and K partitions, and what is listed.
+        """
         found: list[tuple[int, ...]] = [(0,)]
         for j, (low, high) in enumerate(self.windows(limit)[1:]):
-            found = [
-                (*bounds, end)
-                for bounds in found
-                for end in range(
-                    max(low, bounds[-1] + 1), self.furthest(j, bounds[-1], high, limit) + 1
-                )
-            ]
+            last = cache(partial(self.furthest, j, last=high, limit=limit))
+            further: list[tuple[int, ...]] = []
+            for bounds in found:
+                start = bounds[-1]
+                further += ((*bounds, end) for end in range(max(low, start + 1), last(start) + 1))
+                if len(further) > at_most:
+                    return None
+            found = further
         return found
 
 

@@ -282,9 +282,9 @@ def _moved(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 def _try_all_that_remain(tried: _Tried, costs: ScheduleCosts) -> bool:
     """Try every split that the bound does not exclude, if they are few; return whether it did."""
     better = costs.to_units(tried.value * (1 - _ROUNDING))
-    if costs.relaxed.count_within(better, tried.left) > tried.left:
+    remaining = costs.relaxed.splits_within(better, tried.left)
+    if remaining is None:
         return False
-    remaining = costs.relaxed.splits_within(better)
     tried.add(remaining)
     # Time may have been up before they were tried.
     return all(map(tried.is_done, remaining))
