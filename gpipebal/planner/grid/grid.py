@@ -11,7 +11,7 @@ partition of the other replicas::
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpipebal.argument_kinds import check_kind, no_such_row
@@ -20,7 +20,7 @@ from gpipebal.plan import Plan
 from gpipebal.planner.grid.options import check_applies, checked_options
 from gpipebal.planner.grid.refusals import no_plan, of_grid, other_counts
 from gpipebal.planner.grid.replicated import Additions, Replicated, best_replicated
-from gpipebal.planner.grid.ways import divisors, share_of, sizes_to_try
+from gpipebal.planner.grid.ways import divisors, sized_profiles
 from gpipebal.planner.quantiles import at_quantile
 from gpipebal.planner.question import Options
 from gpipebal.planner.solve import posed_of, solve
@@ -270,16 +270,13 @@ def _best(
             f"{count(partitions, 'partition')}."
         )
         return GridRow(replicas, partitions, refusal=why)
-    share = share_of(profile, replicas)
     rest: Options = {**options, "chunks": None}
     plain = rest.get("method", "auto") == "auto" and rest.get("time_limit") is None
     additions = Additions(profile, replicas, replica_link)
     best: Replicated | None = None
     bound = math.inf
     refusal = ""
-    for rows, chunks in sizes_to_try(profile, share, options.get("chunks")):
-        sized = profile.at_rows(rows, mini_batch_rows=share)
-        sized = sized if chunks is None else replace(sized, chunks=chunks)
+    for sized in sized_profiles(profile, replicas, options.get("chunks")):
         try:
             plan = solve(sized, partitions, **rest)
         except GpipebalError as error:

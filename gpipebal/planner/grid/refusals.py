@@ -9,7 +9,7 @@ from typing import Any
 
 from gpipebal.errors import BalanceError, GpipebalError, InfeasibleError
 from gpipebal.planner.advice import has_plan
-from gpipebal.planner.grid.ways import share_of, sizes_to_try
+from gpipebal.planner.grid.ways import sized_profiles
 from gpipebal.planner.question import Options, ask
 from gpipebal.planner.solve import solve
 from gpipebal.problem import Rules
@@ -90,7 +90,8 @@ def _other_counts(profile: Profile, n_devices: int, options: Options) -> list[st
     nearest = f"n_devices={replicas * partitions}"
     try:
         if not _fits(profile, replicas, partitions, options):
-            solve(_sized(profile, replicas, options)[0], partitions, **_one_of(options))
+            sized = next(sized_profiles(profile, replicas, options.get("chunks")))
+            solve(sized, partitions, **_one_of(options))
     except GpipebalError as error:
         if not isinstance(error, InfeasibleError) and options.get("method", "auto") != "auto":
             # The method is in the way of every number: what helps is seen without it.
@@ -146,20 +147,10 @@ def _fits(profile: Profile, replicas: int, partitions: int, options: Options) ->
     try:
         return any(
             has_plan(ask(sized, partitions, _one_of(options)))
-            for sized in _sized(profile, replicas, options)
+            for sized in sized_profiles(profile, replicas, options.get("chunks"))
         )
     except GpipebalError:
         return False
-
-
-def _sized(profile: Profile, replicas: int, options: Options) -> list[Profile]:
-    """Return the profile of a replica, for each size of micro-batches that is tried."""
-    share = share_of(profile, replicas)
-    found = []
-    for rows, chunks in sizes_to_try(profile, share, options.get("chunks")):
-        sized = profile.at_rows(rows, mini_batch_rows=share)
-        found.append(sized if chunks is None else replace(sized, chunks=chunks))
-    return found
 
 
 def _one_of(options: Options) -> Options:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from gpipebal.plan.checks import check_chunks
 from gpipebal.profile import Profile
 
-__all__ = ["divisors", "share_of", "sizes_to_try"]
+__all__ = ["divisors", "sized_profiles"]
 
 #: Most numbers of micro-batches that are tried for each number of replicas.
 _MOST_CANDIDATES = 20
@@ -25,12 +26,23 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // k for k in small)})
 
 
-def share_of(profile: Profile, replicas: int) -> int:
-    """Return the rows of the replica that has most of a mini-batch."""
-    return -(-profile.mini_batch_rows // replicas)
+def sized_profiles(
+    profile: Profile, replicas: int, chunks: int | str | Sequence[int] | None
+) -> Iterator[Profile]:
+    """Yield the profile of the replica that has most rows, for each size of micro-batches to try.
+
+    Args:
+        profile: Costs of the layers.
+        replicas: How many share the mini-batch.
+        chunks: Micro-batches of each; None: as many as the profile's rows of one need.
+    """
+    share = -(-profile.mini_batch_rows // replicas)
+    for rows, count in _sizes_to_try(profile, share, chunks):
+        sized = profile.at_rows(rows, mini_batch_rows=share)
+        yield sized if count is None else replace(sized, chunks=count)
 
 
-def sizes_to_try(
+def _sizes_to_try(
     profile: Profile, share: int, chunks: int | str | Sequence[int] | None
 ) -> Iterator[tuple[int, int | None]]:
     """Yield the rows of a micro-batch and the number of micro-batches, for a replica's rows.
