@@ -58,9 +58,9 @@ less than predicted, by a few tensors of one layer.
 itself needs temporarily. It is the peak where layers have many parameters and small outputs.
 
 Read in this order: `cell` (one micro-batch in one partition, with the `layer_peaks` of its layers
-and the `gradients` on their way back), `fixed` (what is held all the time), `ties` (shared
-parameters), `loss` (what the caller adds), `waiting` (what is on its way), `partitions` (the walk
-through the schedule), `recomputed_runs` (layers that are recomputed in runs inside a partition).
+and the `gradients` on their way back), `ties` (shared parameters), `loss` (what the caller adds),
+`waiting` (what is on its way), `partitions` (the walk through the schedule), `recomputed_runs`
+(layers that are recomputed in runs inside a partition).
 """
 
 from gpipebal.memory.partitions import partition_memory

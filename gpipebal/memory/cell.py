@@ -17,6 +17,7 @@ from gpipebal.memory.layer_peaks import (
     uncopied_peak,
 )
 from gpipebal.memory.ties import Ties
+from gpipebal.plan import PeakMemory
 from gpipebal.profile import LayerProfile, Profile, SkipProfile
 
 __all__ = ["Cell", "Moment", "Storages", "height"]
@@ -119,6 +120,19 @@ class Cell:
     def gives_outputs(self) -> bool:
         """Whether its outputs are kept for the caller, who computes the loss."""
         return self.is_last and self.loss is None
+
+    @property
+    def fixed(self) -> PeakMemory:
+        """Parameters, buffers and optimizer state of its layers, in bytes; the rest is 0.
+
+        The optimizer's state counts only if it is known for all layers.
+        """
+        states = [layer.optimizer_bytes for layer in self.own_layers]
+        return PeakMemory(
+            parameters=sum(layer.parameter_bytes for layer in self.own_layers),
+            buffers=sum(layer.buffer_bytes for layer in self.own_layers),
+            optimizer=None if None in states else sum(state or 0 for state in states),
+        )
 
     def of_caller(self, chunks: int) -> int:
         """Bytes of the mini-batch, which the first partition has from start to end; else 0."""

@@ -13,7 +13,6 @@ import numpy as np
 from gpipebal.argument_kinds import check_kind, plain_number
 from gpipebal.errors import BalanceError
 from gpipebal.memory.cell import Cell, Moment, height
-from gpipebal.memory.fixed import fixed_memory
 from gpipebal.memory.loss import (
     AroundLoss,
     around_loss,
@@ -122,7 +121,7 @@ def partition_memory(
         highest = max(moments, key=height)
         peaks.append(
             replace(
-                fixed_memory(cell.own_layers),
+                cell.fixed,
                 gradients=highest.gradients + (cell.ties.summed_apart if gradients_exist else 0),
                 activations=highest.activations,
                 transient=highest.transient,

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 from gpipebal.memory import partition_memory
-from gpipebal.memory.fixed import fixed_memory
-from gpipebal.memory.ties import Ties
+from gpipebal.memory.partitions import cells_of
 from gpipebal.plan import PartitionPlan, PeakMemory
 from gpipebal.planner.execution import Execution
 from gpipebal.planner.times import (
@@ -61,7 +59,9 @@ def peaks_in_time(
     """
     timeline = step_timeline(profile, bounds, execution)
     if not execution.is_ours:
-        return _what_stays(profile, bounds), timeline
+        cells = cells_of(profile, bounds, loss_inside=False, shared_memory=False)
+        stays = (replace(cell.fixed, gradients=cell.all_gradients) for cell in cells)
+        return tuple(stays), timeline
     memory = partition_memory(
         profile,
         bounds,
@@ -124,14 +124,3 @@ def step_time(profile: Profile, execution: Execution, timeline: Timeline) -> flo
         is_known = pause_time(profile, execution.chunks) is not None
     beside = time_beside(profile, execution.loss_inside)
     return timeline.makespan + beside if is_known and beside is not None else None
-
-
-def _what_stays(profile: Profile, bounds: Sequence[int]) -> tuple[PeakMemory, ...]:
-    """Return what each partition holds under any schedule."""
-    found = []
-    for start, end in pairwise(bounds):
-        layers = profile.layers[start:end]
-        gradients = sum(layer.gradient_bytes for layer in layers)
-        counted_again = Ties(profile, start, end).counted_again
-        found.append(replace(fixed_memory(layers), gradients=gradients - counted_again))
-    return tuple(found)

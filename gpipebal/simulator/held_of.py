@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from gpipebal.argument_kinds import check_kind
 from gpipebal.memory.cell import Cell, Moment
-from gpipebal.memory.fixed import fixed_memory
 from gpipebal.memory.loss import around_loss, new_output
 from gpipebal.memory.partitions import cells_of
 from gpipebal.memory.recomputed_runs import with_runs
@@ -95,7 +94,7 @@ def _held(
         outputs = n_recomputed * recomputed.output + n_recorded * recorded.output
         around = around_loss(cell, chunks, outputs, gradients_exist=gradients_exist)
         always = around.always
-    fixed = fixed_memory(cell.own_layers).total + cell.of_caller(chunks) + always
+    fixed = cell.fixed.total + cell.of_caller(chunks) + always
     return HeldBytes(
         fixed=fixed + (cell.ties.summed_apart if gradients_exist else 0),
         gradients=cell.all_gradients,

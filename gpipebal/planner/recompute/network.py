@@ -16,7 +16,6 @@ from collections.abc import Hashable, Iterator, Sequence
 from itertools import islice, takewhile
 
 from gpipebal.memory.cell import Cell, Storages
-from gpipebal.memory.fixed import fixed_memory
 from gpipebal.memory.layer_peaks import first_forward_peak
 from gpipebal.memory.loss import AroundLoss, around_loss
 from gpipebal.memory.partitions import optimizer_peak
@@ -227,7 +226,7 @@ def _ceilings(
     gradients_exist: bool,
 ) -> list[Ceiling]:
     """Return the peaks of a step whose cells hold these storages at their ends."""
-    fixed = fixed_memory(cell.own_layers).total + cell.of_caller(chunks)
+    fixed = cell.fixed.total + cell.of_caller(chunks)
     fixed += cell.ties.summed_apart if gradients_exist else 0
     # A loss inside passes nothing on, and its output is not counted while it waits.
     less = 0 if cell.loss is None else cell.bytes_of((cell.outputs & held) - cell.handed)
