@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,14 +21,13 @@ from gpipebal.errors import GpipebalError
 from gpipebal.pipeline.process.eager import run_eagerly
 from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.failures import is_out_of_memory, left_out, memory_for
-from gpipebal.profiler.chain.gradients import needs_gradient
 from gpipebal.profiler.chain.moving import value_to
 from gpipebal.profiler.chain.numbers import Arrived
 from gpipebal.profiler.chain.value import SkipEnds, Value
 from gpipebal.profiler.replicas.identity import Alike
 from gpipebal.profiler.replicas.reads import names_read
 from gpipebal.profiler.replicas.replica import replicate
-from gpipebal.profiler.survey import Survey, Trail
+from gpipebal.profiler.survey import Survey, Trail, Twin
 from gpipebal.profiler.times.rounds import Pace, Subject, Times
 from gpipebal.profiler.training import Training
 from gpipebal.skip.tracker import Key
@@ -71,20 +69,16 @@ class SizeWalk:
         trail = Trail()
         return cls(rows, trail.start(value), trail)
 
+    def repeat(self, twin: Twin) -> None:
+        """Go on after a layer that is like one that was measured."""
+        self.arrived = self.trail.repeat(twin, self.arrived)
+        self.times.append(self.times[twin.layer])
+
     def survey(self, routes: SkipEnds, device: torch.device) -> Survey:
         """Return the findings, once all layers are done."""
         with memory_for("the output"):
             outputs = moved(self.arrived, device)
         return self.trail.end(routes, outputs)
-
-
-@dataclass
-class _Twin:
-    """What was measured of a layer, for others like it: its index, and its output."""
-
-    index: int
-    inputs: list[int | None]
-    outputs: Arrived
 
 
 def walk_alone(
@@ -112,27 +106,25 @@ def walk_alone(
     Raises:
         GpipebalError: a layer failed at the micro-batch's own size, or, with `all_sizes`, at any.
     """
-    twins = Alike[_Twin](training.modules if share else (), by_value=True)
+    twins = Alike[Twin](training.modules if share else (), by_value=True)
     bench = _Bench(training, walks, device, pace, all_sizes)
     for k in range(len(training.layers)):
-        # Skips have names.
-        shares = share and not any(k in ends for ends in training.routes.values())
-        dims, keys = training.out_dims_of(k), list[Hashable]()
-        if shares:
-            keys = [(i, _kind(walk.arrived, k, dims)) for i, walk in enumerate(walks)]
+        kinds = [training.kind_of_input(k, walk.arrived) for walk in walks if share]
+        shares = share and None not in kinds
+        keys = list(enumerate(kinds)) if shares else []
         known = [twin for key in keys if (twin := twins.find(k, key)) is not None]
         # For all sizes or for none, because they are measured in turns.
         if shares and len(known) == len(walks):
             for walk, twin in zip(walks, known, strict=True):
-                _repeat(walk, twin)
+                walk.repeat(twin)
         else:
-            before = [list(walk.arrived.numbers) for walk in walks]
+            before = [walk.arrived.numbers for walk in walks]
             reads = bench.pass_layer(k, notes_reads=shares and twins.differ[k])
             if len(walks) < len(before):
                 twins.forget()  # they are numbered by size
             elif shares:
                 for walk, key, numbers in zip(walks, keys, before, strict=True):
-                    twins.add(k, key, _Twin(k, numbers, walk.arrived), reads)
+                    twins.add(k, key, Twin(k, numbers, walk.arrived), reads)
         pace.told()
     return bench.notes
 
@@ -280,39 +272,6 @@ def join_times(layers: Sequence[Times]) -> Times:
         for i in range(most):
             rows.append([column[i][0] if i < len(column) else math.nan for column in columns])
     return joined
-
-
-def _kind(arrived: Arrived, k: int, out_dims: Any) -> Hashable:
-    """Return a key that layers share if what goes into them is alike."""
-    same = {number: place for place, number in reversed(list(enumerate(arrived.numbers)))}
-    inputs = tuple(
-        (type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, same[number])
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided
-        else repr(leaf)
-        for leaf, number in zip(arrived.value.leaves, arrived.numbers, strict=True)
-    )
-    value = arrived.value
-    return inputs, str(value.structure), value.views, k == 0, str(out_dims)
-
-
-def _repeat(walk: SizeWalk, twin: _Twin) -> None:
-    """Go on after a layer that is like one that was measured."""
-    trail, arrived = walk.trail, walk.arrived
-    known = dict(zip(twin.inputs, arrived.numbers, strict=True))
-
-    def own(number: int) -> int:
-        found = known.get(number)
-        if found is None:
-            found = known[number] = trail.numbers.new(trail.numbers.bytes[number])
-        return found
-
-    handed = [None if number is None else own(number) for number in twin.outputs.numbers]
-    trail.memory.append(trail.memory[twin.index].renumbered(own, trail.numbers))
-    trail.flops.append(trail.flops[twin.index])
-    walk.times.append(walk.times[twin.index])
-    value = twin.outputs.value
-    trail.numbers.note(handed, map(needs_gradient, value.leaves))
-    walk.arrived = Arrived(replace(value, skips=arrived.value.skips), handed, arrived.skips)
 
 
 def moved(arrived: Arrived, device: torch.device, only: Sequence[Key] | None = None) -> Arrived:

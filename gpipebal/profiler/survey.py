@@ -7,7 +7,7 @@ operations.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,8 @@ from gpipebal.errors import GpipebalError
 from gpipebal.pipeline.values.tensors import plain_parts
 from gpipebal.profile import SkipProfile
 from gpipebal.profiler.chain.chain import Chain
+from gpipebal.profiler.chain.gradients import needs_gradient
+from gpipebal.profiler.chain.moving import value_copied
 from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers
 from gpipebal.profiler.chain.value import SkipEnds, Value
 from gpipebal.profiler.memory.flops import FlopCounter
@@ -35,6 +37,7 @@ __all__ = [
     "Scout",
     "Survey",
     "Trail",
+    "Twin",
     "survey",
     "survey_loss",
 ]
@@ -61,6 +64,20 @@ class Survey:
     outputs: Arrived
     skips: tuple[SkipProfile, ...]
     gradients: ChainGradients
+
+
+class Twin(NamedTuple):
+    """A layer on a trail, for others that are like it.
+
+    Attributes:
+        layer: Its index.
+        inputs: Numbers of the storages of its input.
+        passed: What it handed on.
+    """
+
+    layer: int
+    inputs: list[int | None]
+    passed: Arrived
 
 
 @dataclass
@@ -98,12 +115,41 @@ class Trail:
         Raises:
             ProfileError: the layer failed.
         """
-        self.flops.append(flops_of(chain, k, arrived.value))
+        flops = flops_of(chain, k, arrived.value)
         memory, passed = measure_layer_memory(chain, k, arrived, self.numbers)
+        return self.add(memory, flops, passed)
+
+    def add(self, memory: LayerMemory, flops: int | None, passed: Arrived) -> Arrived:
+        """Add what was found out about the next layer; return what it hands on."""
         self.memory.append(memory)
-        for key in chain.stashes[k]:
-            self.skips[key] = distinct_numbers(passed.skips[key])
+        self.flops.append(flops)
+        for key, numbers in passed.skips.items():
+            self.skips.setdefault(key, distinct_numbers(numbers))
         return passed
+
+    def repeat(self, twin: Twin, arrived: Arrived) -> Arrived:
+        """Go on after a layer that is like an earlier one; return what it hands on.
+
+        Args:
+            twin: The earlier layer.
+            arrived: What goes into this one.
+        """
+        known = dict(zip(twin.inputs, arrived.numbers, strict=True))
+
+        def own(number: int) -> int:
+            found = known.get(number)
+            if found is None:
+                found = known[number] = self.numbers.new(self.numbers.bytes[number])
+            return found
+
+        value, numbers = twin.passed.value, twin.passed.numbers
+        if arrived.skips:  # among these there may be the twin's own tensors, with their numbers
+            value = value_copied(value)
+        handed = [None if number is None else own(number) for number in numbers]
+        self.numbers.note(handed, map(needs_gradient, value.leaves))
+        passed = Arrived(replace(value, skips=arrived.value.skips), handed, arrived.skips)
+        memory = self.memory[twin.layer].renumbered(own, self.numbers)
+        return self.add(memory, self.flops[twin.layer], passed)
 
     def end(self, routes: SkipEnds, outputs: Arrived) -> Survey:
         """Number the gradients, now that all layers are known.

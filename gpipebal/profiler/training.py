@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,9 @@ from gpipebal.profiler.chain.batch import Batch
 from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.data import Data
 from gpipebal.profiler.chain.failures import memory_for
+from gpipebal.profiler.chain.numbers import Arrived
 from gpipebal.profiler.chain.value import SkipEnds, Value
+from gpipebal.profiler.replicas.identity import kind_of
 from gpipebal.profiler.setting import layers_of
 from gpipebal.profiler.step.optimizer import Maker, OptimizerLike
 from gpipebal.schedule import check_count
@@ -106,6 +108,30 @@ class Training:
     def out_dims_of(self, k: int) -> Any:
         """Return the dimension along which outputs of layer k are joined; None: they are not."""
         return self.data.joined_dims if k == len(self.layers) - 1 else None
+
+    def kind_of_input(self, k: int, arrived: Arrived) -> Hashable | None:
+        """Return a key of what goes into layer k, by which, with the layer, its costs are decided.
+
+        Args:
+            k: Index of the layer.
+            arrived: What goes into it.
+
+        Returns:
+            The key; None for a layer that stashes or pops: skips have names, so there is no other.
+        """
+        if any(i != j and k in (i, j) for i, j in self.routes.values()):
+            return None
+        value, places = arrived.value, dict[int | None, int]()
+        leaves = tuple(
+            (
+                kind_of(leaf),
+                None if number is None else leaf.storage_offset(),
+                places.setdefault(number, i),
+            )
+            for i, (leaf, number) in enumerate(zip(value.leaves, arrived.numbers, strict=True))
+        )
+        # The first layer's input never needs a gradient, and only the last one's output is joined.
+        return k == 0, str(self.out_dims_of(k)), leaves, str(value.structure), value.views
 
     def chain_of(self, k: int, layer: nn.Module, device: torch.device, start: Value) -> Chain:
         """Make a chain of a single layer, in its place in the whole chain.

@@ -317,6 +317,23 @@ def test_operations_of_attention_in_evaluation_mode(way: dict[str, Any]) -> None
         assert "fast path" in found.provenance["approximate"]["1"][0]
 
 
+def test_a_loss_in_evaluation_mode_has_a_fast_path_too() -> None:
+    """What it needs without a graph is not told by shapes either."""
+
+    class Encoded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            return (self.inner(output) - target).square().mean()
+
+    sample, loss = torch.randn(4, 8, 16), Encoded().eval()
+    given: dict[str, Any] = {"method": "estimate", "rates": "CPU core"}
+    found = profiled(nn.Sequential(nn.Linear(16, 16)), sample, given, loss_fn=loss, target=sample)
+    assert "fast path" in " ".join(found.provenance["approximate"]["loss"])
+
+
 # --- layers ---------------------------------------------------------------------------------------
 
 

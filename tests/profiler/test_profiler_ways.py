@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from profiler.test_profiler import profile, same, state_of
 from random_chains import NEED_ROW, NEED_ROWS, build, chains
-from skip_layers import hourglass
+from skip_layers import give, hourglass, keep
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -143,6 +143,20 @@ def test_identical_layers_are_measured_once() -> None:
     times = {(layer.forward_time, layer.backward_time) for layer in result.layers[1:]}
     assert len(times) == 1
     assert len({layer.saved for layer in result.layers}) == 4
+
+
+def test_what_identical_layers_hand_on_is_not_what_waits_beside_it() -> None:
+    """A layer that is not run again hands on another value than the one that is like it."""
+    linear = [nn.Linear(4, 4) for _ in range(3)]
+    # The third is like the second, whose output waits until it is multiplied by its own.
+    model = nn.Sequential(*linear[:2], keep("early"), linear[2], give("early", torch.mul))
+    sample, options = torch.randn(6, 4), {"chunks": 2, "rows": (2,)}
+    whole = profile(model, sample, **options)
+    assert len(whole.layers[-1].saved) == 2
+    for way in ({"one_at_a_time": True}, {"share_identical": True}):
+        assert memory_of(profile(model, sample, **options, **way)) == memory_of(whole)
+    estimated = gb.profile_model(model, sample, method="estimate", **options)
+    assert [layer.saved for layer in estimated.layers] == [layer.saved for layer in whole.layers]
 
 
 @pytest.mark.parametrize(

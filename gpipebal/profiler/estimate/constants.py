@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gpipebal.pipeline.values.tensors import has_storage, storage_key
-from gpipebal.profiler.estimate.stand_ins import Leaf
+from gpipebal.profiler.estimate.stand_ins import META
 
 __all__ = ["Constants"]
 
@@ -60,7 +60,11 @@ class Constants(TorchFunctionMode):
         key = storage_key(tensor)
         # What was computed from constants has other memory each time.
         storages = self._storages if key in self._constants else {}
-        return Leaf.of(tensor, key).make(storages)
+        if key not in storages:
+            n_bytes = tensor.untyped_storage().nbytes()
+            storages[key] = torch.empty(n_bytes, dtype=torch.uint8, device=META).untyped_storage()
+        made = torch.empty(0, dtype=tensor.dtype, device=META)
+        return made.set_(storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _with_rows(picked: Any) -> Any:
@@ -68,7 +72,7 @@ def _with_rows(picked: Any) -> Any:
     if isinstance(picked, tuple):
         return tuple(map(_with_rows, picked))
     if isinstance(picked, list) and picked and all(type(one) is int for one in picked):
-        return torch.empty(len(picked), dtype=torch.int64, device="meta")
+        return torch.empty(len(picked), dtype=torch.int64, device=META)
     return picked
 
 

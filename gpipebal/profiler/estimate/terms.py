@@ -20,12 +20,11 @@ from gpipebal.profiler.chain.numbers import Arrived, Numbers
 from gpipebal.profiler.chain.outputs import Outputs
 from gpipebal.profiler.chain.value import Value
 from gpipebal.profiler.estimate.constants import Constants
-from gpipebal.profiler.estimate.costs import OperationCosts, find_costs
+from gpipebal.profiler.estimate.costs import OperationCosts
 from gpipebal.profiler.estimate.refused import without_values
 from gpipebal.profiler.estimate.stand_ins import META, stand_in_for
-from gpipebal.profiler.estimate.walk import acting_as_device, as_on_device
+from gpipebal.profiler.estimate.walk import run_on_stand_ins
 from gpipebal.profiler.memory.sparse_gradients import gradient_like
-from gpipebal.profiler.memory.storages import measure_layer_memory
 from gpipebal.profiler.replicas.harmless import tensors_reached
 from gpipebal.profiler.step.alike import global_hooks_left_out
 from gpipebal.profiler.step.guessed import ValuesGuessed, part_of
@@ -68,13 +67,11 @@ def estimate_loss(
     chain = LossChain(called, target, outputs.value, META)
     layer = chain.loss
     constants = Constants(tensors_reached(called))
-    chain.within = partial(as_on_device, constants)
-    there = [*layer.target_tensors, *constants.stand_ins]
     try:
-        with without_values("the loss", _LAYERS_ALONE), acting_as_device(rates) as notes:
-            chain.find_written(0, outputs.value)
-            costs = find_costs(chain, outputs.value, rates)
-            memory, _ = measure_layer_memory(chain, 0, outputs, numbers, there)
+        with without_values("the loss", _LAYERS_ALONE):
+            memory, _, costs = run_on_stand_ins(
+                chain, outputs, numbers, rates, constants, layer.target_tensors
+            )
     except ProfileError as error:
         if str(error).startswith("the loss cannot be estimated"):
             raise
@@ -90,7 +87,7 @@ def estimate_loss(
         forward_host_time=costs.forward_host_time,
         backward_host_time=costs.backward_host_time,
     )
-    return described, tuple(sorted(notes | set(costs.approximate)))
+    return described, costs.approximate
 
 
 def estimate_gather(outputs: Outputs, rates: DeviceRates) -> tuple[float, Value]:

@@ -20,7 +20,7 @@ from gpipebal.pipeline.values.tensors import bytes_of, has_storage, plain_parts
 from gpipebal.profiler.replicas.harmless import tensors_reached
 from gpipebal.profiler.replicas.reads import EVERYTHING, reads_unseen
 
-__all__ = ["Alike", "Identity", "identity_of"]
+__all__ = ["Alike", "Identity", "identity_of", "kind_of"]
 
 T = TypeVar("T")
 
@@ -59,13 +59,9 @@ class Alike(Generic[T]):
     Args:
         layers: All layers.
         by_value: Whether their tensors have values that they may look at.
-
-    Attributes:
-        count: Of how many layers and inputs something is known.
     """
 
     def __init__(self, layers: Sequence[nn.Module], *, by_value: bool = False) -> None:
-        self.count = 0
         self._layers = layers
         self._identities = [identity_of(layer, by_value=by_value) for layer in layers]
         options: dict[Hashable, set[Hashable]] = {}
@@ -107,7 +103,6 @@ class Alike(Generic[T]):
             read = frozenset(name for name, _ in layer.options if name in names)
         known = self._known.setdefault((layer.form, key), {}).setdefault(read, {})
         known[layer.options_of(read)] = found
-        self.count += 1
 
     def forget(self) -> None:
         """Forget all that is known."""
@@ -128,18 +123,18 @@ def identity_of(layer: nn.Module, *, by_value: bool = False) -> Identity:
     """
     known: dict[int, int] = {}
     options: list[tuple[str, Hashable]] = []
-    kind_of = _with_values if by_value else _kind_of
+    kind_of_tensor = _with_values if by_value else _kind_of
 
     def tensors(module: nn.Module, named: Mapping[str, Tensor | None]) -> Hashable:
         # How many micro-batches a normalisation has seen is nothing that costs depend on.
-        kind = _kind_of if isinstance(module, _NormBase) else kind_of
+        kind = _kind_of if isinstance(module, _NormBase) else kind_of_tensor
         return tuple(
             (name, None if t is None else (known.setdefault(id(t), len(known)), *kind(t)))
             for name, t in named.items()
         )
 
     def attribute(name: str, value: Any) -> Hashable:
-        described = _plain(value, _DEPTH, kind_of)
+        described = _plain(value, _DEPTH, kind_of_tensor)
         if not _is_option(value):
             return name, described
         options.append((name, described))
@@ -160,6 +155,14 @@ def identity_of(layer: nn.Module, *, by_value: bool = False) -> Identity:
         for path, module in layer.named_modules(remove_duplicate=False)
     )
     return Identity(form, tuple(options))
+
+
+def kind_of(value: Any) -> Hashable:
+    """Return what values have in common only if layers do the same with them.
+
+    Of tensors that is how they look; the values that they have do not count.
+    """
+    return _plain(value, _DEPTH, _kind_of)
 
 
 def _is_option(value: Any) -> bool:
@@ -195,20 +198,20 @@ def _with_values(tensor: Tensor) -> tuple[Hashable, ...]:
     return *kind, *(hashlib.sha256(each).digest() for each in values)
 
 
-def _plain(value: Any, depth: int, kind_of: Callable[[Tensor], tuple[Hashable, ...]]) -> Hashable:
+def _plain(value: Any, depth: int, of_tensor: Callable[[Tensor], tuple[Hashable, ...]]) -> Hashable:
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
         return id(value)
     if isinstance(value, Tensor):
-        return "tensor", *kind_of(value)
+        return "tensor", *of_tensor(value)
     if isinstance(value, weakref.ref):
         # torch's recurrent layers keep such references to their weights.
         referent = value()
         if referent is None or isinstance(referent, Tensor):
-            return type(value), _plain(referent, 0, kind_of)
+            return type(value), _plain(referent, 0, of_tensor)
     pairs = pairs_of(value)
     items = contents_of(value) if pairs is None else [part for pair in pairs for part in pair]
     if depth and items is not None:
-        return type(value), tuple(_plain(item, depth - 1, kind_of) for item in items)
+        return type(value), tuple(_plain(item, depth - 1, of_tensor) for item in items)
     return id(value)
