@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import gpipebal as gb
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.observers.ledger import Ledger
-from gpipebal.profiler.memory.backward_peaks import BackwardRun, ChainedPeak, find_peaks
+from gpipebal.profiler.memory.backward_peaks import find_peaks
 from gpipebal.profiler.memory.flops import FlopCounter
-from gpipebal.profiler.memory.layer_run import Surroundings
+from gpipebal.profiler.memory.layer_run import BackwardRun, Surroundings
 from gpipebal.skip import pop, skippable, stash
 
 pytestmark = pytest.mark.timeout(60)
@@ -553,7 +553,7 @@ def test_what_is_saved_is_in_the_order_of_saving(width: int) -> None:
 def test_what_a_refused_backward_has_made_is_dropped() -> None:
     """A kernel may refuse gradients with gaps after others have made gradients of parameters."""
     weight, clean = nn.Parameter(torch.ones(2)), list[tuple[str, bool]]()
-    held = BackwardRun(ChainedPeak(((frozenset(), 0),), {}), {}, False, frozenset())
+    held = BackwardRun(((frozenset(), 0),), {}, {}, {}, {}, frozenset(), False, frozenset())
 
     def run(around: Surroundings) -> BackwardRun:
         clean.append((around.given, weight.grad is None))

@@ -2,105 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from gpipebal.errors import ProfileError
 from gpipebal.profiler.chain.failures import is_out_of_memory
-from gpipebal.profiler.memory.device_ledger import Beside
-from gpipebal.profiler.memory.layer_run import Given, LayerRun, Surroundings
+from gpipebal.profiler.memory.layer_run import (
+    BackwardRun,
+    Given,
+    GivenMemory,
+    Surroundings,
+    largest,
+)
 
-__all__ = ["BackwardPeaks", "BackwardRun", "ChainedPeak", "FrontPeaks", "GivenMemory", "find_peaks"]
-
-
-#: Runs a layer once more.
-RunAgain = Callable[[Surroundings], "BackwardRun"]
-
-
-class GivenMemory(NamedTuple):
-    """In which memory the gradients are that a layer's backward is given.
-
-    Attributes:
-        of: By place of the output, the number of the memory and its bytes. Those that are left out
-            have memory of their own.
-    """
-
-    of: Mapping[int, tuple[int, int]]
-
-    def bytes_of(self, own: Mapping[int, int]) -> int:
-        """Return the bytes of the memory of some of them, whose own bytes are known by place."""
-        shared = {self.of[place] for place in own if place in self.of}
-        alone = sum(n_bytes for place, n_bytes in own.items() if place not in self.of)
-        return alone + sum(n_bytes for _, n_bytes in shared)
-
-    def is_parted(self, own: Mapping[int, int]) -> bool:
-        """Tell whether any of them is not all that is in its memory."""
-        return any(n_bytes != own.get(place, n_bytes) for place, (_, n_bytes) in self.of.items())
-
-
-class ChainedPeak(NamedTuple):
-    """Memory of a backward that frees the gradients it is given, beyond what it began with.
-
-    Attributes:
-        beside: At each moment, the memory of everything else, and which of them live.
-        own: Their bytes, by place of the output.
-    """
-
-    beside: Beside
-    own: Mapping[int, int]
-
-    @property
-    def alone(self) -> int:
-        """Largest memory where each of them has memory of its own."""
-        return _largest(self.moments(GivenMemory({})))
-
-    def moments(self, memory: GivenMemory) -> list[int]:
-        """Return the bytes of each moment where they are in that memory; below 0 if it is freed."""
-        sets = {alive for alive, _ in self.beside}
-        held = {alive: memory.bytes_of({k: self.own[k] for k in alive}) for alive in sets}
-        whole = memory.bytes_of(self.own)
-        return [rest + held[alive] - whole for alive, rest in self.beside]
-
-    def moments_held(self) -> list[int]:
-        """Return the bytes of each moment where others hold all of them to the end."""
-        return [rest for _, rest in self.beside]
-
+__all__ = ["BackwardPeaks", "FrontPeaks", "find_peaks"]
 
 #: What holds the gradients that come in, in the order of `FrontPeaks`.
 _GIVEN: tuple[Given, ...] = ("held", "views", "own", "parts")
 
-#: Where no gradients of parameters exist, and where they do.
-_Pair = tuple[ChainedPeak, ChainedPeak]
-
-
-class BackwardRun(NamedTuple):
-    """What there is to know of a backward that is over.
-
-    Attributes:
-        peak: Its peak.
-        hands_back_own: For each input's gradient, by place, whether nothing else holds its memory.
-        has_copied: Whether the gradient that is kept of an input is a copy, apart from those that
-            were handed through.
-        used_again: Places of inputs whose gradients come in several pieces.
-    """
-
-    peak: ChainedPeak
-    hands_back_own: dict[int, bool]
-    has_copied: bool
-    used_again: frozenset[int]
-
-    @classmethod
-    def of(cls, run: LayerRun) -> BackwardRun:
-        """Leave out the tensors."""
-        # With nothing given, all there is to know is the peak.
-        peak = ChainedPeak(run.beside or ((frozenset(), run.backward_peak),), run.begun)
-        return cls(peak, run.hands_back_own, run.has_copied, run.used_again)
+#: A backward where no gradients of parameters exist, and where they do.
+_Pair = tuple[BackwardRun, BackwardRun]
 
 
 class FrontPeaks(NamedTuple):
-    """Peaks of a layer's backward with the same in front of it: a cut, or another layer.
+    """Backwards of a layer with the same in front of it: a cut, or another layer.
 
     Attributes:
         last: Of the last layer of a partition: what it is given is held to its end.
@@ -133,7 +60,7 @@ class FrontPeaks(NamedTuple):
     def moments_before(self, given_own: bool, memory: Sequence[GivenMemory]) -> list[list[int]]:
         """Return those with another layer behind it; arguments as of `LayerMemory.columns`."""
         pair = self.before_own if given_own else self.before_views
-        if any(one.is_parted(pair[0].own) for one in memory):
+        if any(one.is_parted(pair[0].begun) for one in memory):
             pair = self.before_parts
         return [[n for one in memory for n in peak.moments(one)] for peak in pair]
 
@@ -178,7 +105,7 @@ class BackwardPeaks(NamedTuple):
         kinds = ("backward", "accumulating", "chained", "chained_accumulating")
         found: dict[str, Any] = {}
         for kind, moments in zip(kinds, (*held, *chained), strict=True):
-            found[f"{kind}_peak_bytes"] = _largest(moments)
+            found[f"{kind}_peak_bytes"] = largest(moments)
             found[f"{kind}_moments"] = tuple(moments)
         copied = _less(held, held_inside)
         return {
@@ -194,11 +121,11 @@ class BackwardPeaks(NamedTuple):
         return self.lacks_parts and self._is_parted(memory)
 
     def _is_parted(self, memory: Sequence[GivenMemory]) -> bool:
-        return any(one.is_parted(self.first.before_parts[0].own) for one in memory)
+        return any(one.is_parted(self.first.before_parts[0].begun) for one in memory)
 
 
 def find_peaks(
-    run: RunAgain,
+    run: Callable[[Surroundings], BackwardRun],
     held: BackwardRun,
     through: Collection[int],
     parameters: Iterable[Tensor],
@@ -257,7 +184,7 @@ def find_peaks(
             drop()
         new = [held, *(again(given, inside) for given in _GIVEN[1:])]
         pairs = zip(new, added or new, strict=True)
-        return FrontPeaks(*((one.peak, other.peak) for one, other in pairs)), new
+        return FrontPeaks(*pairs), new
 
     first, (_, views, own, _) = with_front(held, False)
     hands_back = {
@@ -266,7 +193,7 @@ def find_peaks(
     }
     copied = 0
     if through:
-        copied = max(0, held.peak.alone - run(Surroundings(without=through)).peak.alone)
+        copied = max(0, held.alone - run(Surroundings(without=through)).alone)
         drop()
     inside, more = first, 0
     if held.has_copied and finds_inside:
@@ -274,17 +201,12 @@ def find_peaks(
     if held.used_again and finds_inside:
         # The first piece of the gradient is added to what has come before, and not the second.
         for given, (alone, _) in zip(_GIVEN, inside, strict=True):
-            stashed = again(given, True, stashed=held.used_again).peak
+            stashed = again(given, True, stashed=held.used_again)
             more = max(more, stashed.alone - alone.alone)
     return BackwardPeaks(first, inside, copied, more, lacks_parts), hands_back
-
-
-def _largest(moments: Iterable[int]) -> int:
-    """Return the largest memory of some moments; the start is one of them, without any."""
-    return max(0, max(moments, default=0))
 
 
 def _less(with_copies: Iterable[list[int]], without: Iterable[list[int]]) -> int:
     """Return the least of what is copied in several ways; nothing if one needs less with copies."""
     pairs = zip(with_copies, without, strict=True)
-    return max(0, min(_largest(one) - _largest(other) for one, other in pairs))
+    return max(0, min(largest(one) - largest(other) for one, other in pairs))

@@ -71,7 +71,7 @@ class DeviceLedger(Ledger):
 
 
 class Peak:
-    """The largest memory from now on, beyond what exists now.
+    """The largest memory from now on, beyond what exists now, and the memory at each moment.
 
     On CUDA the allocator sees memory that the ledger does not, for example a library's workspace:
     the larger of the two counts.
@@ -81,6 +81,7 @@ class Peak:
         self._ledger = ledger
         self._device = device if device.type == "cuda" else None
         self._at_start = ledger.start_peak()
+        ledger.start_beside({})
         self._allocated = 0
         if self._device is not None:
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -99,7 +100,7 @@ class Peak:
         return max(self.counted, torch.cuda.max_memory_allocated(self._device) - self._allocated)
 
     def beside(self) -> Beside:
-        """Return the memory beside what the ledger was told of, moment by moment; see `LayerRun`.
+        """Return the memory beside what the ledger was told of, moment by moment.
 
         What only the allocator saw, as if it had been there all the time, is added to everything
         that the ledger counted: the most of all that lives is then what the allocator says. Which

@@ -14,7 +14,8 @@ from gpipebal.profile import LayerProfile
 from gpipebal.profiler.chain.gradients import HandedBack
 from gpipebal.profiler.chain.numbers import Numbers, distinct_numbers
 from gpipebal.profiler.chain.value import SkipEnds
-from gpipebal.profiler.memory.backward_peaks import BackwardPeaks, GivenMemory
+from gpipebal.profiler.memory.backward_peaks import BackwardPeaks
+from gpipebal.profiler.memory.layer_run import GivenMemory
 from gpipebal.profiler.memory.sparse_gradients import GradientKind
 from gpipebal.profiler.replicas.replica import kept_by
 from gpipebal.skip.tracker import Key

@@ -29,11 +29,14 @@ from gpipebal.profiler.memory.own_hooks import OwnHooks, own_hooks_seen
 from gpipebal.profiler.replicas.replica import kept_by
 
 __all__ = [
+    "BackwardRun",
+    "ForwardRun",
     "Given",
-    "LayerRun",
+    "GivenMemory",
     "Surroundings",
     "forward_and_backward",
     "forward_without_graph",
+    "largest",
     "own_tensors",
 ]
 
@@ -69,67 +72,21 @@ def forward_without_graph(
         _, given = chain.prepare(k, value, wants=False)
         # More than the inputs' own bytes where these have gaps, which copies have too.
         copies, peak = peak.bytes, Peak(ledger, chain.device)
-        ledger.start_beside({})
         chain.call(k, given, value)
     return peak.moments(), copies
 
 
-class LayerRun(NamedTuple):
-    """A forward and a backward of a layer; storages by key.
-
-    Attributes:
-        forward: Memory of the forward at its moments, in bytes, beyond what existed before.
-        backward_peak: Largest memory of the backward, in the same way.
-        beside: Its memory moment by moment, beside the gradients that it was given if nothing else
-            holds them.
-        passed: The layer's output.
-        saved: Bytes of each storage that was saved.
-        constant: Those of them that exist all the time.
-        through: For each input that was handed through, by place, the key of its storage and the
-            place of the output that it is.
-        passed_on: Places of such outputs that are inputs, the same tensors.
-        kept_bytes: Bytes of what the layer keeps after its forward, besides its parameters.
-        hands_back: In which memory each input's gradient is, by place; None: in none of its own.
-        has_copied: Whether the gradient that is kept of an input is a copy, apart from those that
-            were handed through.
-        used_again: Places of inputs whose gradients come in several pieces; found only where there
-            are skips.
-        given: Key and bytes of the gradients that the backward began with, by place of the output.
-        begun: Bytes of those that it made itself, by place.
-    """
-
-    forward: list[int]
-    backward_peak: int
-    beside: Beside
-    passed: Value
-    saved: dict[int, int]
-    constant: set[int]
-    through: dict[int, tuple[int, int]]
-    passed_on: frozenset[int]
-    kept_bytes: int
-    hands_back: dict[int, HandedBack | None]
-    has_copied: bool
-    used_again: frozenset[int]
-    given: dict[int, tuple[int, int]]
-    begun: dict[int, int]
-
-    @property
-    def hands_back_own(self) -> dict[int, bool]:
-        """For each input's gradient, by place, whether nothing else holds its memory."""
-        return {place: each is not None and each.is_own for place, each in self.hands_back.items()}
-
-
-class _Forward(NamedTuple):
-    """A forward that has run, with what its backward needs.
+class ForwardRun(NamedTuple):
+    """A forward that has run, with what its backward needs; storages by key.
 
     Attributes:
         inputs: Leaves of autograd.
         passed: The layer's output.
         outputs: Its leaves, and what the layer has stashed.
-        moments: The `forward` of `LayerRun`.
-        saved: As there.
-        constant: As there.
-        kept_bytes: As there.
+        moments: Its memory at its moments, in bytes, beyond what existed before.
+        saved: Bytes of each storage that was saved.
+        constant: Those of them that exist all the time.
+        kept_bytes: Bytes of what the layer keeps after its forward, besides its parameters.
     """
 
     inputs: list[Any]
@@ -141,6 +98,81 @@ class _Forward(NamedTuple):
     kept_bytes: int
 
 
+class GivenMemory(NamedTuple):
+    """In which memory the gradients are that a layer's backward is given.
+
+    Attributes:
+        of: By place of the output, the number of the memory and its bytes. Those that are left out
+            have memory of their own.
+    """
+
+    of: Mapping[int, tuple[int, int]]
+
+    def bytes_of(self, own: Mapping[int, int]) -> int:
+        """Return the bytes of the memory of some of them, whose own bytes are known by place."""
+        shared = {self.of[place] for place in own if place in self.of}
+        alone = sum(n_bytes for place, n_bytes in own.items() if place not in self.of)
+        return alone + sum(n_bytes for _, n_bytes in shared)
+
+    def is_parted(self, own: Mapping[int, int]) -> bool:
+        """Tell whether any of them is not all that is in its memory."""
+        return any(n_bytes != own.get(place, n_bytes) for place, (_, n_bytes) in self.of.items())
+
+
+class BackwardRun(NamedTuple):
+    """What there is to know of a backward that is over; storages by key.
+
+    Attributes:
+        beside: Its memory at its moments, beyond what it began with, without the gradients that it
+            was given if nothing else holds them; and which of these live.
+        begun: Bytes of those gradients, by place of the output.
+        given: Key and bytes of gradients that it was given and others hold, by place of the output.
+        hands_back: In which memory each input's gradient is, by place; None: in none of its own.
+        through: For each input that was handed through, by place, the key of its storage and the
+            place of the output that it is.
+        passed_on: Places of such outputs that are inputs, the same tensors.
+        has_copied: Whether the gradient that is kept of an input is a copy, apart from those that
+            were handed through.
+        used_again: Places of inputs whose gradients come in several pieces; found only where there
+            are skips.
+    """
+
+    beside: Beside
+    begun: Mapping[int, int]
+    given: Mapping[int, tuple[int, int]]
+    hands_back: Mapping[int, HandedBack | None]
+    through: Mapping[int, tuple[int, int]]
+    passed_on: frozenset[int]
+    has_copied: bool
+    used_again: frozenset[int]
+
+    @property
+    def hands_back_own(self) -> dict[int, bool]:
+        """For each input's gradient, by place, whether nothing else holds its memory."""
+        return {place: each is not None and each.is_own for place, each in self.hands_back.items()}
+
+    @property
+    def alone(self) -> int:
+        """Largest memory where each gradient that it is given has memory of its own."""
+        return largest(self.moments(GivenMemory({})))
+
+    def moments(self, memory: GivenMemory) -> list[int]:
+        """Return the bytes of each moment where they are in that memory; below 0 if it is freed."""
+        sets = {alive for alive, _ in self.beside}
+        held = {alive: memory.bytes_of({k: self.begun[k] for k in alive}) for alive in sets}
+        whole = memory.bytes_of(self.begun)
+        return [rest + held[alive] - whole for alive, rest in self.beside]
+
+    def moments_held(self) -> list[int]:
+        """Return the bytes of each moment where others hold all of them to the end."""
+        return [rest for _, rest in self.beside]
+
+
+def largest(moments: Iterable[int]) -> int:
+    """Return the largest memory of some moments; the start is one of them, without any."""
+    return max(0, max(moments, default=0))
+
+
 def forward_and_backward(
     chain: Chain,
     k: int,
@@ -148,7 +180,7 @@ def forward_and_backward(
     ledger: DeviceLedger,
     constants: Iterable[Tensor],
     around: Surroundings,
-) -> LayerRun:
+) -> tuple[ForwardRun, BackwardRun]:
     """Run forward and backward of a layer.
 
     Args:
@@ -161,7 +193,7 @@ def forward_and_backward(
     """
     with ledger.watch(0):
         forward = _run_forward(chain, k, value, ledger, constants, inside=around.inside)
-        return _run_backward(chain, k, forward, ledger, around)
+        return forward, _run_backward(chain, k, forward, ledger, around)
 
 
 def _run_forward(
@@ -172,7 +204,7 @@ def _run_forward(
     constants: Iterable[Tensor],
     *,
     inside: bool,
-) -> _Forward:
+) -> ForwardRun:
     packed: dict[int, weakref.ref[Any]] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -185,7 +217,6 @@ def _run_forward(
 
     inputs, given = chain.prepare(k, value, wants=True, inside=inside)
     before, peak = ledger.live_now(), Peak(ledger, chain.device)
-    ledger.start_beside({})
     # Within these hooks, so that they are none of the layer's own.
     with (
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
@@ -204,12 +235,12 @@ def _run_forward(
     elsewhere = {*saved, *map(storage_key, filter(has_storage, given))}
     kept = [each for each in kept_by(layer) if elsewhere.isdisjoint(_keys_of(each))]
     kept_bytes = _bytes_of_kept(kept, born)
-    return _Forward(inputs, passed, outputs, moments, saved, constant, kept_bytes)
+    return ForwardRun(inputs, passed, outputs, moments, saved, constant, kept_bytes)
 
 
 def _run_backward(
-    chain: Chain, k: int, forward: _Forward, ledger: DeviceLedger, around: Surroundings
-) -> LayerRun:
+    chain: Chain, k: int, forward: ForwardRun, ledger: DeviceLedger, around: Surroundings
+) -> BackwardRun:
     inputs, outputs = forward.inputs, forward.outputs
     ends = [None if place in around.without else leaf for place, leaf in enumerate(outputs)]
     made: list[Tensor | None] = [None] * len(ends)
@@ -227,25 +258,18 @@ def _run_backward(
     roots += roots_of(come, random_gradients(come))
     with handed_back(inputs, hold=around.inside or around.given != "held") as back:
         peak = Peak(ledger, chain.device)
-        if around.given == "held":
-            ledger.start_beside({})
         chain.run_backward(roots, inputs, chain.names[k])
-    n_bytes = max(0, peak.bytes - sum(begun.values()))
     beside = peak.beside()
     through = handed_through(inputs, ends, given_in, back)
-    return LayerRun(
-        forward=forward.moments,
-        backward_peak=n_bytes,
+    return BackwardRun(
         beside=beside,
-        passed=forward.passed,
-        saved=forward.saved,
-        constant=forward.constant,
+        begun=begun,
+        given=given_in,
+        hands_back=back,
         through=through,
         passed_on=frozenset(
             at for place, (_, at) in through.items() if outputs[at] is inputs[place]
         ),
-        kept_bytes=forward.kept_bytes,
-        hands_back=back,
         has_copied=any(
             each is not None
             and place not in through
@@ -254,8 +278,6 @@ def _run_backward(
             for place, each in back.items()
         ),
         used_again=found_again,
-        given=given_in,
-        begun=begun,
     )
 
 

@@ -22,12 +22,13 @@ from gpipebal.profiler.chain.failures import memory_for
 from gpipebal.profiler.chain.gradients import needs_gradient
 from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers, number_of
 from gpipebal.profiler.chain.value import Value, roots_of
-from gpipebal.profiler.memory.backward_peaks import BackwardRun, find_peaks
+from gpipebal.profiler.memory.backward_peaks import find_peaks
 from gpipebal.profiler.memory.buffers import copies_of_large, kept_buffers
 from gpipebal.profiler.memory.device_ledger import DeviceLedger
 from gpipebal.profiler.memory.layer_memory import LayerGradients, LayerMemory
 from gpipebal.profiler.memory.layer_run import (
-    LayerRun,
+    BackwardRun,
+    ForwardRun,
     Surroundings,
     forward_and_backward,
     forward_without_graph,
@@ -74,23 +75,23 @@ def measure_layer_memory(
         kept[storage_key(buffer)] += buffer.nbytes
     del large
 
-    def run_in(around: Surroundings) -> LayerRun:
+    def run_in(around: Surroundings) -> tuple[ForwardRun, BackwardRun]:
         return forward_and_backward(chain, k, value, ledger, constants, around)
 
-    run = run_in(Surroundings())
+    forward, held = run_in(Surroundings())
     of_parameters = tuple(
         # A copy of what torch.jit made has parameters that are no leaves: none has a gradient.
         GradientKind.of(one.grad if one.is_leaf else None)
         for one in layer.parameters()
     )
-    columns, hands_on = _described(chain, k, arrived, run, keys_of_own, numbers)
-    saved_buffers = sum(kept[key] for key in run.constant & kept.keys())
-    held, through = BackwardRun.of(run), {place: at for place, (_, at) in run.through.items()}
-    # Its keys are used up: they may be given to new storages from now on.
-    del run
+    columns, hands_on = _described(chain, k, arrived, forward, held, keys_of_own, numbers)
+    saved_buffers = sum(kept[key] for key in forward.constant & kept.keys())
+    through = {place: at for place, (_, at) in held.through.items()}
+    # All keys are used up: they may be given to new storages from now on.
+    del forward
     hands_on.value = hands_on.value.without_graph()
     peaks, hands_back = find_peaks(
-        lambda around: BackwardRun.of(run_in(around)),
+        lambda around: run_in(around)[1],
         held,
         set(through.values()),
         layer.parameters(),
@@ -118,7 +119,13 @@ def measure_layer_memory(
 
 
 def _described(
-    chain: Chain, k: int, arrived: Arrived, run: LayerRun, own: Sequence[int], numbers: Numbers
+    chain: Chain,
+    k: int,
+    arrived: Arrived,
+    forward: ForwardRun,
+    backward: BackwardRun,
+    own: Sequence[int],
+    numbers: Numbers,
 ) -> tuple[dict[str, Any], Arrived]:
     """Describe what a layer's first run with a graph tells, and number its storages.
 
@@ -126,7 +133,8 @@ def _described(
         chain: A chain with the layer.
         k: Index of the layer in it.
         arrived: What went into the layer.
-        run: The run.
+        forward: The forward of that run.
+        backward: Its backward.
         own: Keys of the storages that the layer had before.
         numbers: Numbers of all storages so far; new ones are added.
 
@@ -134,31 +142,31 @@ def _described(
         Fields of its `LayerMemory`, and its output.
     """
     known, n_before = _known(chain, k, arrived), len(numbers.bytes)
-    hands_on = _handed_on(chain, k, arrived, run.passed, known, numbers)
+    hands_on = _handed_on(chain, k, arrived, forward.passed, known, numbers)
     of_own = [known.get(key, -1) for key in own]
-    for key, n_bytes in run.saved.items():
+    for key, n_bytes in forward.saved.items():
         if key not in known:
             known[key] = numbers.new(n_bytes)
     given = arrived.of_inputs(chain.pops[k])
     columns = {
         "outputs": hands_on.storages,
-        "saved": distinct_numbers(known[key] for key in run.saved),
-        "handed_through": distinct_numbers(known[key] for key, _ in run.through.values()),
+        "saved": distinct_numbers(known[key] for key in forward.saved),
+        "handed_through": distinct_numbers(known[key] for key, _ in backward.through.values()),
         "kept_outputs": distinct_numbers(number for number in of_own if number >= n_before),
         "written": distinct_numbers(given[place] for place in sorted(chain.written[k])),
         "output_bytes": sum(numbers.bytes[number] for number in hands_on.storages),
-        "output_gradient_bytes": sum(bytes_of(x) for x in run.passed.leaves if needs_gradient(x)),
-        "forward_peak_bytes": max(run.forward),
-        "forward_moments": tuple(run.forward),
-        "kept_bytes": run.kept_bytes,
+        "output_gradient_bytes": sum(map(bytes_of, filter(needs_gradient, forward.passed.leaves))),
+        "forward_peak_bytes": max(forward.moments),
+        "forward_moments": tuple(forward.moments),
+        "kept_bytes": forward.kept_bytes,
         "gradients": LayerGradients(
-            run.given,
-            run.hands_back,
+            backward.given,
+            backward.hands_back,
             n_inputs=len(given),
-            n_outputs=len(chain.outputs(k, run.passed)),
+            n_outputs=len(forward.outputs),
             popped=[len(arrived.skips[key]) for key in chain.pops[k]],
             stashed=[len(hands_on.skips[key]) for key in chain.stashes[k]],
-            passed_on=run.passed_on,
+            passed_on=backward.passed_on,
         ),
     }
     return columns, hands_on
