@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,13 +23,7 @@ from gpipebal.profiler.memory.sparse_gradients import join_kinds
 from gpipebal.profiler.replicas.owned import own_bytes
 from gpipebal.profiler.replicas.replica import layer_of_tensors
 from gpipebal.profiler.step.optimizer import Maker
-from gpipebal.profiler.step.state import (
-    CALLS_MODEL,
-    OptimizerPeaks,
-    OptimizerState,
-    optimizer_peaks,
-    optimizer_state_bytes,
-)
+from gpipebal.profiler.step.state import CALLS_MODEL, OptimizerNeeds, optimizer_needs
 from gpipebal.profiler.survey import Survey
 from gpipebal.profiler.times.rounds import Times
 from gpipebal.profiler.times.settle import Settled, settle_launches, settle_rounds, whole_again
@@ -245,30 +239,22 @@ def optimizer_memory(
     owner = layer_of_tensors(modules)
     places = [owner[id(parameter)] for parameter in maker.parameters]
     by_layer = partial(_by_layer, places, len(modules))
-    state, peaks = optimizer_state_bytes(maker), optimizer_peaks(maker, device_type)
-    found = OptimizerMemory(peaks=by_layer(peaks.bytes), together=True)
-    if not peaks.together:
-        found = _in_turn(peaks, places, len(modules))
-    return found._replace(state=by_layer(state.bytes), doubts=_doubts(state, peaks))
+    needs = optimizer_needs(maker, device_type)
+    found = OptimizerMemory(peaks=by_layer(needs.peaks), together=True)
+    if not needs.together:
+        found = _in_turn(needs, places, len(modules))
+    return found._replace(state=by_layer(needs.state), doubts=_doubts(needs.why))
 
 
-def _doubts(state: OptimizerState, peaks: OptimizerPeaks) -> tuple[str, ...]:
+def _doubts(why: Mapping[str, str]) -> tuple[str, ...]:
     """Say which optimizers could not step stand-ins, and so of which too little is known."""
-    doubts = []
-    for name, why in (peaks.why | state.why).items():
-        if why == CALLS_MODEL:
-            doubts.append(
-                f"the optimizer's time and state are not known: a step of {name} calls the model"
-            )
-            continue
-        known = {"state": state.why, "temporary memory": peaks.why}
-        missing = [what for what, reasons in known.items() if name in reasons]
-        verb = "are" if len(missing) > 1 else "is"
-        doubts.append(
-            f"the optimizer's {' and '.join(missing)} {verb} not known: {name} cannot step "
-            f"stand-ins ({why})"
-        )
-    return tuple(doubts)
+    return tuple(
+        f"the optimizer's time and state are not known: a step of {name} calls the model"
+        if reason == CALLS_MODEL
+        else "the optimizer's state and temporary memory are not known: "
+        f"{name} cannot step stand-ins ({reason})"
+        for name, reason in why.items()
+    )
 
 
 def _by_layer(
@@ -285,13 +271,13 @@ def _by_layer(
     return found
 
 
-def _in_turn(peaks: OptimizerPeaks, places: Sequence[int], n_layers: int) -> OptimizerMemory:
+def _in_turn(needs: OptimizerNeeds, places: Sequence[int], n_layers: int) -> OptimizerMemory:
     """Describe an optimizer that steps one parameter, or one group, after the other."""
     # With what the parameter before has left: wherever that is, and of the same layer only.
     whole, inside = [0] * n_layers, [0] * n_layers
     groups: dict[Any, list[int]] = {}
-    own = (peaks.bytes, peaks.left, peaks.before, peaks.at_once)
-    unknown = {k for k, n_bytes in zip(places, peaks.bytes, strict=True) if n_bytes is None}
+    own = (needs.peaks, needs.left, needs.before, needs.at_once)
+    unknown = {k for k, n_bytes in zip(places, needs.peaks, strict=True) if n_bytes is None}
     for k, n_bytes, left, before, group in zip(places, *own, strict=True):
         if k in unknown or n_bytes is None:
             continue

@@ -19,7 +19,7 @@ from gpipebal.problem import to_bounds
 from gpipebal.profiler.memory.sparse_gradients import GradientKind
 from gpipebal.profiler.step import state as of_step
 from gpipebal.profiler.step.optimizer import Maker
-from gpipebal.profiler.step.state import optimizer_peaks, optimizer_state_bytes
+from gpipebal.profiler.step.state import optimizer_needs
 
 
 def in_groups(
@@ -121,11 +121,11 @@ def test_state_of_frozen_parameters_counts(kind: str) -> None:
 def test_devices_step_in_their_own_way(device_type: str, together: bool, n_bytes: int) -> None:
     """Adam makes two intermediate results of a parameter on a CPU, and one in one go on CUDA."""
     parameters = [nn.Parameter(torch.zeros(10)) for _ in range(3)]
-    found = optimizer_peaks(Maker(torch.optim.Adam, parameters), device_type)
-    assert found is not None
+    found = optimizer_needs(Maker(torch.optim.Adam, parameters), device_type)
     # One after the other, a result of the one before is still there.
     left = 0 if together else 40
-    assert (found.together, found.bytes) == (together, [n_bytes] * 3)
+    assert (found.together, found.peaks) == (together, [n_bytes] * 3)
+    assert found.state == [84] * 3
     assert (found.left, found.before) == ([0, left, left], [None, 0, 1])
 
 
@@ -133,8 +133,7 @@ def test_groups_leave_nothing_to_each_other() -> None:
     """They are stepped one after the other; a frozen parameter is not stepped."""
     parameters = [nn.Parameter(torch.zeros(10), requires_grad=k != 1) for k in range(5)]
     groups = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.5}]
-    found = optimizer_peaks(Maker(torch.optim.Adam(groups), parameters), "cpu")
-    assert found is not None
+    found = optimizer_needs(Maker(torch.optim.Adam(groups), parameters), "cpu")
     assert (found.left, found.before) == ([0, 0, 40, 0, 40], [None, None, 0, None, 3])
 
 
@@ -167,10 +166,9 @@ def test_what_is_stepped_at_once_adds_up_in_its_group() -> None:
 def test_frozen_parameters_are_not_stepped() -> None:
     """A parameter without a gradient has no state and no intermediate results."""
     parameters = [nn.Parameter(torch.zeros(10)), nn.Parameter(torch.zeros(9), requires_grad=False)]
-    found = optimizer_peaks(Maker(torch.optim.Adam, parameters), "cpu")
-    assert found is not None and found.bytes[1] == 0
-    state = optimizer_state_bytes(Maker(torch.optim.Adam, parameters))
-    assert state.bytes == [84, 0]
+    found = optimizer_needs(Maker(torch.optim.Adam, parameters), "cpu")
+    assert found.peaks[1] == 0
+    assert found.state == [84, 0]
 
 
 class Curious(torch.optim.SGD):
@@ -212,13 +210,13 @@ class Thorough(torch.optim.SGD):
 
 def test_who_needs_values_steps_stand_ins_with_memory() -> None:
     """Of too many there are none: what is read is guessed, and a part tells if that decides."""
-    maker = Maker(Curious, [nn.Parameter(torch.zeros(10))])
-    assert optimizer_state_bytes(maker) == ([12], {})
     huge = nn.Parameter(torch.zeros(2**28, device="meta"))
-    assert optimizer_state_bytes(Maker(Curious, [huge])) == ([12], {})
+    for parameter in (nn.Parameter(torch.zeros(10)), huge):
+        found = optimizer_needs(Maker(Curious, [parameter]), "cpu")
+        assert found.state == [12] and not found.why
     for kind in (Deciding, Thorough):
-        state, why = optimizer_state_bytes(Maker(kind, [huge]))
-        assert state == [None] and "it decides by values" in why[kind.__name__]
+        found = optimizer_needs(Maker(kind, [huge]), "cpu")
+        assert found.state == [None] and "it decides by values" in found.why[kind.__name__]
 
 
 @pytest.mark.parametrize("shape", [(2**14, 2**15), (2**29,), (4, 2**13, 2**14)])
@@ -235,13 +233,13 @@ def test_the_needs_of_large_parameters_are_known_without_values(
     if kind is torch.optim.Adafactor:  # means of rows and of columns, and the number of steps
         means = n // shape[-1] + n // shape[-2] if len(shape) > 1 else n
         wanted = 4 * means + 4
-    assert optimizer_state_bytes(huge) == ([wanted], {})
-    assert optimizer_peaks(huge, "cpu").why == {}
+    needs = optimizer_needs(huge, "cpu")
+    assert needs.state == [wanted] and not needs.why
     small = Maker(make, [nn.Parameter(torch.zeros([max(4, n // 1024) for n in shape]))])
     found = []
     for largest in (2**28, 0):
         monkeypatch.setattr(of_step, "LARGEST_STEPPED", largest)
-        found.append((optimizer_state_bytes(small), optimizer_peaks(small, "cpu")))
+        found.append(optimizer_needs(small, "cpu"))
     assert found[0] == found[1]
 
 
@@ -337,12 +335,12 @@ def test_a_part_of_a_table_tells_of_all_of_it(
     table = nn.Parameter(torch.zeros(rows, 8))
     maker = Maker(make, [table])
     maker.note_gradients({id(table): GradientKind(1, entries)})
-    whole = optimizer_state_bytes(maker), optimizer_peaks(maker, "cpu")
+    whole = optimizer_needs(maker, "cpu")
     of_all = bytes_in_step(maker)
     monkeypatch.setattr(of_step, "LARGEST_TABLE", 2**14)
-    state, peaks = optimizer_state_bytes(maker), optimizer_peaks(maker, "cpu")
-    assert state == whole[0]
-    assert peaks.bytes == [pytest.approx(whole[1].bytes[0], rel=0.01)]
+    in_part = optimizer_needs(maker, "cpu")
+    assert in_part.state == whole.state and not in_part.why and not whole.why
+    assert in_part.peaks == [pytest.approx(whole.peaks[0], rel=0.01)]
     assert bytes_in_step(maker) < of_all / 3
 
 
@@ -350,7 +348,7 @@ def bytes_in_step(maker: Maker) -> int:
     """Count what lives at most while stand-ins are stepped."""
     ledger = Ledger()
     with ledger.watch(0):
-        optimizer_state_bytes(maker)
+        optimizer_needs(maker, "cpu")
     return ledger.total_peak
 
 

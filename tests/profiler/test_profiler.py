@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import gpipebal as gb
 from gpipebal.errors import GpipebalError
 from gpipebal.profiler.step.optimizer import Maker
-from gpipebal.profiler.step.state import optimizer_state_bytes
+from gpipebal.profiler.step.state import optimizer_needs
 from gpipebal.profiler.times import progress, rounds
 
 pytestmark = pytest.mark.timeout(60)
@@ -251,10 +251,16 @@ def test_step_terms() -> None:
         (lambda p: torch.optim.AdamW(p), 8),
     ],
 )
-def test_optimizer_state_is_that_of_the_real_one(make: Any, bytes_per_value: int) -> None:
-    """The state found on stand-ins is what a real step leaves, without touching the model."""
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_optimizer_state_is_that_of_the_real_one(
+    make: Any, bytes_per_value: int, device_type: str
+) -> None:
+    """The state found on stand-ins is what a real step leaves, without touching the model.
+
+    On CUDA most step all parameters at once, and keep the same.
+    """
     parameters = [nn.Parameter(torch.ones(5, 3)), nn.Parameter(torch.ones(7))]
-    found = optimizer_state_bytes(Maker(make, parameters))
+    found = optimizer_needs(Maker(make, parameters), device_type)
     real = make(parameters)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -262,7 +268,7 @@ def test_optimizer_state_is_that_of_the_real_one(make: Any, bytes_per_value: int
     counted = [
         sum(v.nbytes for v in real.state[p].values() if isinstance(v, Tensor)) for p in parameters
     ]
-    assert found.bytes == counted
+    assert found.state == counted
     assert abs(counted[0] - 15 * bytes_per_value) <= 4
 
 

@@ -20,7 +20,7 @@ from gpipebal.errors import BalanceError, DeviceError, ProfileError, UsageError
 from gpipebal.models import resnet
 from gpipebal.profiler.replicas.identity import identity_of
 from gpipebal.profiler.step.optimizer import Maker
-from gpipebal.profiler.step.state import optimizer_peaks
+from gpipebal.profiler.step.state import optimizer_needs
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -75,8 +75,7 @@ def test_groups_follow_their_own_members() -> None:
     """Weights and biases take turns in a model, and are stepped group by group."""
     parameters = [nn.Parameter(torch.zeros(10, 10) if k % 2 else torch.zeros(10)) for k in range(4)]
     groups = [{"params": parameters[::2]}, {"params": parameters[1::2], "weight_decay": 0.1}]
-    found = optimizer_peaks(Maker(torch.optim.AdamW(groups), parameters), "cpu")
-    assert found is not None
+    found = optimizer_needs(Maker(torch.optim.AdamW(groups), parameters), "cpu")
     assert (found.left, found.before) == ([0, 0, 40, 400], [None, None, 0, 1])
 
 
@@ -147,8 +146,7 @@ def test_an_optimizers_own_attributes_are_copied(way: dict[str, Any]) -> None:
 def test_who_steps_all_at_once_on_cuda(make: Any, together: bool) -> None:
     """As torch's optimizers choose it where they are not told."""
     maker = Maker(make, [nn.Parameter(torch.zeros(10)) for _ in range(2)])
-    found = optimizer_peaks(maker, "cuda")
-    assert found is not None and found.together == together
+    assert optimizer_needs(maker, "cuda").together == together
 
 
 # --- what is reached past layers ------------------------------------------------------------------

@@ -24,10 +24,8 @@ from gpipebal.units import format_bytes
 __all__ = [
     "CALLS_MODEL",
     "LARGEST_TABLE",
-    "OptimizerPeaks",
-    "OptimizerState",
-    "optimizer_peaks",
-    "optimizer_state_bytes",
+    "OptimizerNeeds",
+    "optimizer_needs",
     "over_table",
 ]
 
@@ -40,48 +38,24 @@ CALLS_MODEL = "a step calls the model"
 _Found = TypeVar("_Found")
 
 
-class OptimizerState(NamedTuple):
-    """What an optimizer keeps.
+class OptimizerNeeds(NamedTuple):
+    """What an optimizer keeps, and what its step needs temporarily.
 
     Attributes:
-        bytes: For each parameter, the bytes of its state; None: they are not known.
-        why: Why some are not known, by the name of the optimizer.
-    """
-
-    bytes: list[int | None]
-    why: dict[str, str]
-
-
-def optimizer_state_bytes(maker: Maker) -> OptimizerState:
-    """Find the bytes of state that an optimizer keeps for each parameter.
-
-    The optimizer takes a step on stand-ins, one for each kind (shape, strides, dtype, options,
-    gradient). What many mini-batches have sparse gradients for is each place of a parameter. For
-    parameters that it does not step, what it has already counts.
-
-    Args:
-        maker: Makes the optimizer. The model's parameters are not changed.
-    """
-    found = _steps(maker, "cpu")
-    return OptimizerState([step.state_bytes for step in found], _reasons(maker, found))
-
-
-class OptimizerPeaks(NamedTuple):
-    """What an optimizer's step needs temporarily.
-
-    Attributes:
-        bytes: Largest memory of the step of each parameter, alone, beyond what existed before;
+        state: For each parameter, the bytes of its state; None: they are not known.
+        peaks: Largest memory of the step of each parameter, alone, beyond what existed before;
             None: it is not known.
         left: For each parameter, bytes that the step of the parameter before left until its own
             step is over.
         before: For each parameter, the place of that parameter: the previous one of the same group;
             None: there is none.
-        at_once: For each parameter, its group if that is stepped at once, so that `bytes` of its
+        at_once: For each parameter, its group if that is stepped at once, so that `peaks` of its
             parameters add up; None: it is stepped by itself.
         why: Why some bytes are not known, by the name of the optimizer.
     """
 
-    bytes: list[int | None]
+    state: list[int | None]
+    peaks: list[int | None]
     left: list[int]
     before: list[int | None]
     at_once: list[Any]
@@ -90,18 +64,22 @@ class OptimizerPeaks(NamedTuple):
     @property
     def together(self) -> bool:
         """Whether all parameters are stepped at once."""
-        own = zip(self.at_once, self.bytes, strict=True)
+        own = zip(self.at_once, self.peaks, strict=True)
         groups = {group for group, n_bytes in own if n_bytes or group is not None}
         return len(groups) == 1 and None not in groups
 
 
-def optimizer_peaks(maker: Maker, device_type: str) -> OptimizerPeaks:
-    """Find the bytes that an optimizer's step needs besides parameters, gradients and state.
+def optimizer_needs(maker: Maker, device_type: str) -> OptimizerNeeds:
+    """Find the bytes of state that an optimizer keeps for each parameter, and those of its step.
 
-    The optimizer takes a second step on stand-ins. Optimizers of torch step a whole group at once
-    on CUDA (``foreach``), and one after the other on a CPU, unless they are told otherwise. One
-    after the other, the last intermediate result of a parameter may live until the next parameter
-    has its own.
+    The optimizer takes a step on stand-ins, one for each kind (shape, strides, dtype, options,
+    gradient). What many mini-batches have sparse gradients for is each place of a parameter. For
+    parameters that it does not step, what it has already counts.
+
+    A second step shows what it needs besides parameters, gradients and state. Optimizers of torch
+    step a whole group at once on CUDA (``foreach``), and one after the other on a CPU, unless they
+    are told otherwise. One after the other, the last intermediate result of a parameter may live
+    until the next parameter has its own.
 
     Args:
         maker: Makes the optimizer. The model's parameters are not changed.
@@ -118,11 +96,17 @@ def optimizer_peaks(maker: Maker, device_type: str) -> OptimizerPeaks:
         left.append(0 if earlier is None else found[earlier].left_bytes)
         if is_stepped:
             latest[maker.group_of(place)] = place
-    peaks = [step.peak_bytes for step in found]
     # Of an optimizer whose groups are not known there is one.
     groups = [maker.group_of(place) or () for place in range(len(found))]
     at_once = [g if step.together else None for g, step in zip(groups, found, strict=True)]
-    return OptimizerPeaks(peaks, left, before, at_once, _reasons(maker, found))
+    return OptimizerNeeds(
+        [step.state_bytes for step in found],
+        [step.peak_bytes for step in found],
+        left,
+        before,
+        at_once,
+        {maker.name_of(place): step.why for place, step in enumerate(found) if step.why},
+    )
 
 
 class _Step(NamedTuple):
@@ -143,10 +127,6 @@ class _Part(NamedTuple):
 
     like: Tensor
     entries: int = 0
-
-
-def _reasons(maker: Maker, found: Sequence[_Step]) -> dict[str, str]:
-    return {maker.name_of(place): step.why for place, step in enumerate(found) if step.why}
 
 
 def _steps(maker: Maker, device_type: str) -> list[_Step]:
