@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.errors import ProfileError
-from gpipebal.profiler.replicas.foreign import foreign_kept, has_foreign, watched
+from gpipebal.profiler.replicas.foreign import Watch, foreign_kept, has_foreign
 
 pytestmark = pytest.mark.timeout(60)
 MEASURE: dict[str, Any] = {"timeout": 0, "as_pipeline": False, "rows": (), "progress": False}
@@ -331,12 +331,12 @@ def test_what_a_layer_makes_or_is_given_is_its_own() -> None:
     given = torch.ones(2, 4, requires_grad=True)
     layer.weight.grad = torch.ones(4, 4)
     with foreign_kept():
-        with watched("one", layer, [given]) as watch:
+        with Watch("one", layer, [given]) as watch:
             made = torch.ones(4, requires_grad=True)
             watch.take_behind([layer(given) * made])
         assert not has_foreign("one", nn.Linear(4, 4))
         assert layer.weight.grad is not None
-        with watched("two", nn.Linear(1, 1), []) as watch:
+        with Watch("two", nn.Linear(1, 1), []) as watch:
             watch.take_behind([layer(given)])
         assert has_foreign("two", nn.Linear(4, 4)) and layer.weight.grad is None
     assert torch.equal(layer.weight.grad, torch.ones(4, 4))

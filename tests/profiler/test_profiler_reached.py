@@ -221,6 +221,21 @@ def test_buffers_of_any_layout_behind_a_function(layout: str) -> None:
     assert inner.table is buffer
 
 
+@pytest.mark.parametrize("write", [torch.Tensor.add_, torch.Tensor.sub_, torch.Tensor.mul_])
+def test_a_sparse_buffer_behind_a_function_keeps_its_elements(write: Any) -> None:
+    """Also where a layer gives it more of them, or fewer."""
+
+    class Writes(Adds):
+        def forward(self, x: Tensor) -> Tensor:
+            write(self.table, torch.eye(3).flip(0).to_sparse())
+            return x * 1
+
+    inner = Writes(torch.eye(3).to_sparse())
+    model = nn.Sequential(calling(inner), nn.Linear(4, 2))
+    gb.profile_model(model, torch.randn(8, 4), chunks=2, timeout=0, as_pipeline=False)
+    assert torch.equal(inner.table.to_dense(), torch.eye(3))
+
+
 def test_a_graph_of_before_can_still_be_run() -> None:
     """What is put back unchanged is not written to."""
 

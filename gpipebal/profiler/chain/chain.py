@@ -39,7 +39,7 @@ from gpipebal.profiler.chain.value import (
     roots_of,
     take_gradients,
 )
-from gpipebal.profiler.replicas.foreign import watched
+from gpipebal.profiler.replicas.foreign import Watch
 from gpipebal.skip.tracker import Key, Skips, using
 
 __all__ = ["Chain", "RoundStoppedError"]
@@ -218,7 +218,7 @@ class Chain:
     def find_written(self, k: int, value: Value) -> bool:
         """Run layer k, and note in `written` which inputs it writes to.
 
-        What it uses of others is put back when the profile ends, see `watched`.
+        What it uses of others is put back when the profile ends, see `Watch`.
 
         Args:
             k: Index of the layer, a copy; it shares nothing with the model's, or `shares` is set.
@@ -235,7 +235,7 @@ class Chain:
         inputs, given = self.prepare(k, value, wants=True, protect=True)
         copies = list(given)
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in copies]
-        with watched(self.names[k], layer, [*inputs, *copies], shares=self.shares) as watch:
+        with Watch(self.names[k], layer, [*inputs, *copies], shares=self.shares) as watch:
             passed = self.call(k, given, value)
             watch.take_behind(self.outputs(k, passed))
         self.written[k] = frozenset(

@@ -22,13 +22,13 @@ from gpipebal.pipeline.process.eager import EagerDispatchMode
 from gpipebal.pipeline.values.tensors import has_storage, plain_parts, storage_key
 from gpipebal.profiler.chain.gradients import nodes_behind
 
-__all__ = ["Watch", "bits_of", "foreign_kept", "form_of", "has_foreign", "put_aside", "watched"]
+__all__ = ["Kept", "Watch", "foreign_kept", "has_foreign"]
 
 #: Arguments that normalisation writes to, though its operations do not declare it.
 _STATISTICS = frozenset({"running_mean", "running_var"})
 
 
-class _Kept:
+class Kept:
     """What is put back when a profile ends.
 
     Attributes:
@@ -46,9 +46,27 @@ class _Kept:
         self.used.setdefault(name, {})[id(leaf)] = leaf
 
     def gradient(self, leaf: Tensor) -> None:
-        """Keep the gradient of a leaf; there is none until the end."""
-        if self._is_new("leaf", id(leaf), leaf):
-            put_aside(leaf, self._behind)
+        """Keep the gradient of a leaf, and hooks that run when it has one: they may step it.
+
+        There are none until the end.
+        """
+        if not self._is_new("leaf", id(leaf), leaf):
+            return
+        self._behind.callback(setattr, leaf, "grad", leaf.grad)
+        leaf.grad = None
+        hooks: Any = leaf._post_accumulate_grad_hooks
+        if hooks:
+            self._behind.callback(hooks.update, dict(hooks))
+            hooks.clear()
+
+    def buffers(self, module: nn.Module) -> None:
+        """Keep the buffers of a module, and their values."""
+        for name, buffer in module._buffers.items():
+            self._behind.callback(module._buffers.__setitem__, name, buffer)
+            if buffer is not None:
+                self._behind.callback(_put_form_back, buffer, buffer.data)
+                for part in _parts_of([buffer]):
+                    self.values(part)
 
     def values(self, tensor: Tensor) -> None:
         """Keep the memory of a tensor that is about to be written to."""
@@ -64,29 +82,18 @@ class _Kept:
         return is_new
 
 
-_kept: ContextVar[_Kept | None] = ContextVar("gpipebal_foreign", default=None)
+_kept: ContextVar[Kept | None] = ContextVar("gpipebal_foreign", default=None)
 
 
 @contextmanager
-def foreign_kept() -> Iterator[None]:
-    """Put back, after a block, what `watched` has seen in it."""
+def foreign_kept() -> Iterator[Kept]:
+    """Put back, after a block, what `Watch` has seen in it; yield what can be told of more."""
+    # One that cannot be restored does not keep the others from being restored.
     with ExitStack() as behind:
-        before = _kept.set(_Kept(behind))
+        kept = Kept(behind)
+        before = _kept.set(kept)
         behind.callback(_kept.reset, before)
-        yield
-
-
-def watched(name: str, layer: nn.Module, given: Iterable[Any], *, shares: bool = False) -> Watch:
-    """Return what watches a forward; what it uses of others is put back when the profile ends.
-
-    Args:
-        name: Name of the layer.
-        layer: The layer that runs, a copy.
-        given: Its input.
-        shares: Whether its parameters have the memory of the caller's.
-    """
-    kept = _kept.get()
-    return Watch(_Kept(ExitStack()) if kept is None else kept, name, layer, given, shares)
+        yield kept
 
 
 def has_foreign(name: str, layer: nn.Module) -> bool:
@@ -105,18 +112,17 @@ class Watch(EagerDispatchMode):
     """Keeps leaves that operations take, and what they write to, unless the layer has or makes it.
 
     Args:
-        kept: Keeps them.
         name: Name of the layer.
-        layer: The layer.
+        layer: The layer that runs, a copy.
         given: Its input.
         shares: Whether its parameters have the memory of the caller's.
     """
 
     def __init__(
-        self, kept: _Kept, name: str, layer: nn.Module, given: Iterable[Any], shares: bool
+        self, name: str, layer: nn.Module, given: Iterable[Any], *, shares: bool = False
     ) -> None:
         super().__init__()
-        self._keeper, self._name = kept, name
+        self._keeper, self._name = _kept.get() or Kept(ExitStack()), name
         inputs = [each for each in given if isinstance(each, Tensor)]
         parameters, others = list(layer.parameters()), [*layer.buffers(), *attributes_of(layer)]
         own = [*inputs, *parameters, *others]
@@ -160,49 +166,28 @@ class Watch(EagerDispatchMode):
         self.take([*tensors, *_leaves_behind(tensors)])
 
 
-def put_aside(leaf: Tensor, behind: ExitStack) -> None:
-    """Put the gradient of a leaf aside, and hooks that run when it has one: they may step it.
-
-    Args:
-        leaf: The leaf.
-        behind: Puts them back.
-    """
-    behind.callback(setattr, leaf, "grad", leaf.grad)
-    leaf.grad = None
-    hooks: Any = leaf._post_accumulate_grad_hooks
-    if hooks:
-        behind.callback(hooks.update, dict(hooks))
-        hooks.clear()
-
-
-def bits_of(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor as a row of bytes; a view, if they lie side by side."""
-    row = tensor.detach().contiguous()
-    start = int(row.storage_offset()) * row.element_size()
-    return _bytes_of(row.untyped_storage(), start, row.nbytes)
-
-
-def _bytes_of(storage: torch.UntypedStorage, start: int, n_bytes: int) -> Tensor:
-    made = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return made.set_(storage, start, (n_bytes,))  # type: ignore[call-overload]
-
-
 def _put_back(storage: torch.UntypedStorage, before: torch.UntypedStorage) -> None:
     """Give a storage its former bytes; numbers that are equal may differ in them, as zeros do."""
     if storage.nbytes() != before.nbytes():
         storage.resize_(before.nbytes())
-    now, former = (_bytes_of(each, 0, before.nbytes()) for each in (storage, before))
+    now, former = map(_bytes_of, (storage, before))
     if not torch.equal(now, former):
         now.copy_(former)
 
 
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
 def _put_form_back(tensor: Tensor, before: Tensor) -> None:
-    """Give a tensor its former sizes and memory."""
-    if form_of(tensor) != form_of(before):
+    """Give a tensor its former sizes and memory; a sparse one its former elements."""
+    if tensor.layout == torch.sparse_coo or (
+        has_storage(tensor) and _form_of(tensor) != _form_of(before)
+    ):
         tensor.data = before
 
 
-def form_of(tensor: Tensor) -> tuple[Any, ...]:
+def _form_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return where the elements of a tensor lie, and what they are."""
     return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride()
 

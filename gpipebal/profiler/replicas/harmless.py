@@ -17,8 +17,8 @@ import os
 import threading
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from gpipebal.contents import attribute_values, contents_of, size_of
 from gpipebal.pipeline.layers.attributes import attributes_of
-from gpipebal.pipeline.values.tensors import has_storage
 from gpipebal.profiler.replicas.caches import (
     caches_kept,
     global_names,
@@ -35,7 +34,7 @@ from gpipebal.profiler.replicas.caches import (
     spoken_of,
 )
 from gpipebal.profiler.replicas.compiled import is_compiled
-from gpipebal.profiler.replicas.foreign import bits_of, foreign_kept, form_of, put_aside
+from gpipebal.profiler.replicas.foreign import foreign_kept
 
 __all__ = ["left_alone", "reached_past", "tensors_reached", "uses_compiled", "weights_reached"]
 
@@ -241,46 +240,10 @@ def left_alone(objects: Sequence[Any]) -> Iterator[None]:
     Args:
         objects: Layers, and functions such as a loss.
     """
-    with (
-        _at_work,
-        caches_kept(objects) as leaves,
-        _tensors_kept(_Reached(objects), leaves),
-        foreign_kept(),
-    ):
-        yield
-
-
-@contextmanager
-def _tensors_kept(reached: _Reached, leaves: Mapping[int, Tensor]) -> Iterator[None]:
-    # One that cannot be restored does not keep the others from being restored.
-    with ExitStack() as behind:
+    with _at_work, caches_kept(objects) as leaves, foreign_kept() as kept:
+        reached = _Reached(objects)
         for module in reached.shared.values():
-            for name, buffer in module._buffers.items():
-                behind.callback(module._buffers.__setitem__, name, buffer)
-                if buffer is not None:
-                    behind.callback(_put_back, buffer, buffer.data, buffer.detach().clone())
+            kept.buffers(module)
         for leaf in {**leaves, **reached.leaves}.values():
-            put_aside(leaf, behind)
+            kept.gradient(leaf)
         yield
-
-
-def _put_back(buffer: Tensor, before: Tensor, values: Tensor) -> None:
-    """Give a buffer its memory and its values back.
-
-    Args:
-        buffer: The buffer; it may have been given other memory, with other sizes.
-        before: A view of all of it, from before, which counts writes by itself.
-        values: What it held then.
-    """
-    if not (has_storage(before) and has_storage(buffer)) or before.is_nested:
-        buffer.data.copy_(values)
-        return
-    if not _have_same_bits(before, values):
-        before.copy_(values)
-    if form_of(buffer) != form_of(before):
-        buffer.data = before
-
-
-def _have_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Compare two tensors of one form; the two zeros are equal numbers, but not equal bits."""
-    return one.is_meta or torch.equal(bits_of(one), bits_of(other))
