@@ -86,15 +86,6 @@ _NORMS = {
     "aten::native_layer_norm",
 }
 _HALVES = (torch.float16, torch.bfloat16)
-#: Operations that torch's counter has no formula for, and others with the same arithmetic.
-_SAME_FLOPS = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": (
-        torch.ops.aten._scaled_dot_product_flash_attention
-    ),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
-    ),
-}
 
 
 class OperationCosts(ThreadedDispatchMode):
@@ -148,8 +139,7 @@ class OperationCosts(ThreadedDispatchMode):
             n_bytes = sum(_extent(one, picked.get(one.shape)) for one in (*inputs, *made))
         else:
             n_bytes = _bytes_of(name, inputs, outputs)
-        packet = _SAME_FLOPS.get(name, func.overloadpacket)
-        flops = flops_of_operation(packet, args, kwargs, result)
+        flops = flops_of_operation(func.overloadpacket, args, kwargs, result)
         self.flops += flops
         self.launches += 1
         arithmetic = flops / self._rate(name, inputs) if flops else 0.0

@@ -8,15 +8,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from gpipebal.pipeline.process.eager import EagerDispatchMode
 
 __all__ = ["FlopCounter", "flops_of_operation"]
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
 
 
 def _mkldnn_rnn(input: Tensor, w_input: Tensor, w_hidden: Tensor, *_: Any, **__: Any) -> int:
@@ -69,13 +65,19 @@ def _with_ones(tensor: Tensor, places: Sequence[int]) -> list[int]:
     return shape
 
 
-#: Kernels of whole algorithms that torch's own table leaves out.
+_aten = torch.ops.aten
+#: Kernels of whole algorithms that torch's own table leaves out; on a CPU attention is the same.
 _MORE: dict[Any, Callable[..., int]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten.mkldnn_rnn_layer: _mkldnn_rnn,
-    torch.ops.aten._cudnn_rnn: _cudnn_rnn,
-    torch.ops.aten._grouped_mm: _grouped_mm,
-    torch.ops.aten._trilinear: _trilinear,
+    _aten._scaled_dot_product_flash_attention_for_cpu: (
+        flop_registry[_aten._scaled_dot_product_flash_attention]
+    ),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        flop_registry[_aten._scaled_dot_product_flash_attention_backward]
+    ),
+    _aten.mkldnn_rnn_layer: _mkldnn_rnn,
+    _aten._cudnn_rnn: _cudnn_rnn,
+    _aten._grouped_mm: _grouped_mm,
+    _aten._trilinear: _trilinear,
 }
 
 
@@ -89,7 +91,7 @@ def flops_of_operation(packet: Any, args: Any, keywords: dict[str, Any], result:
         result: What it made.
     """
     if (more := _MORE.get(packet)) is not None:
-        return more(*args, **keywords)
+        return int(more(*args, **keywords))
     formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **keywords, out_val=result))
 
