@@ -562,7 +562,7 @@ def test_what_a_refused_backward_has_made_is_dropped() -> None:
             raise ProfileError("a gradient has gaps")
         return held
 
-    find_peaks(run, held, (), [weight], finds_inside=False)
+    find_peaks(run, held, [weight], finds_inside=False)
     # First where gradients exist, and then where none do.
     added, new = clean[:5], clean[5:]
     assert [given for given, _ in added] == ["held", "views", "own", "parts", "views"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -86,14 +86,35 @@ class BackwardPeaks(NamedTuple):
     lacks_parts: bool
 
     @property
+    def held(self) -> BackwardRun:
+        """The backward in a partition of this layer alone, where no gradients exist."""
+        return self.first.last[0]
+
+    @property
     def new(self) -> int:
         """Bytes where no gradients of parameters exist, in a partition of this layer alone."""
-        return self.first.last[0].alone
+        return self.held.alone
 
     @property
     def added(self) -> int:
         """The same where gradients exist already."""
         return self.first.last[1].alone
+
+    def hands_back_own(self, given: Mapping[int, bool], all_own: bool) -> dict[int, bool]:
+        """Tell for each input's gradient, by place, whether nothing else holds its memory.
+
+        Args:
+            given: The same of what it is given for its output, by place.
+            all_own: Whether it is so of all that it is given, also for what it stashes.
+        """
+        views, own = self.first.before_views[0], self.first.before_own[0]
+        # In these runs what is handed through is not handed back at all, also if it is a view.
+        through = self.held.through
+        found = dict.fromkeys((*views.hands_back, *own.hands_back, *through), False)
+        found |= (own if all_own else views).hands_back_own
+        as_it_came = {place for place, is_own in self.held.hands_back_own.items() if is_own}
+        found |= {p: given.get(at, False) for p, (_, at) in through.items() if p in as_it_came}
+        return found
 
     def columns(self, *, given_own: bool, memory: Sequence[GivenMemory]) -> dict[str, Any]:
         """Return the columns of a layer profile; arguments as of `LayerMemory.columns`."""
@@ -127,25 +148,20 @@ class BackwardPeaks(NamedTuple):
 def find_peaks(
     run: Callable[[Surroundings], BackwardRun],
     held: BackwardRun,
-    through: Collection[int],
     parameters: Iterable[Tensor],
     *,
     finds_inside: bool,
-) -> tuple[BackwardPeaks, dict[int, tuple[bool, bool]]]:
+) -> BackwardPeaks:
     """Run a layer in all places that it can have.
 
     Args:
         run: Runs it in given surroundings.
         held: How it ran in a partition of this layer alone.
-        through: Places of outputs whose gradients are handed through.
         parameters: Its parameters. Their gradients are those of `held`; they are dropped.
         finds_inside: Whether to look at it with another layer in front of it, if there something
             is not copied.
-
-    Returns:
-        The peaks; and by place, of which inputs it hands back gradients that nothing else holds: if
-        those that come in are not such, and if they are.
     """
+    through = {at for _, at in held.through.values()}
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     lacks_parts = False
 
@@ -176,7 +192,7 @@ def find_peaks(
         for parameter in parameters:
             parameter.grad = None
 
-    def with_front(held: BackwardRun, inside: bool) -> tuple[FrontPeaks, Sequence[BackwardRun]]:
+    def with_front(held: BackwardRun, inside: bool) -> FrontPeaks:
         """Find peaks; gradients of parameters are those of `held`."""
         added = []
         if parameters:
@@ -184,26 +200,21 @@ def find_peaks(
             drop()
         new = [held, *(again(given, inside) for given in _GIVEN[1:])]
         pairs = zip(new, added or new, strict=True)
-        return FrontPeaks(*pairs), new
+        return FrontPeaks(*pairs)
 
-    first, (_, views, own, _) = with_front(held, False)
-    hands_back = {
-        place: (views.hands_back_own.get(place, False), own.hands_back_own.get(place, False))
-        for place in views.hands_back_own.keys() | own.hands_back_own.keys()
-    }
-    copied = 0
+    first, copied = with_front(held, False), 0
     if through:
         copied = max(0, held.alone - run(Surroundings(without=through)).alone)
         drop()
     inside, more = first, 0
     if held.has_copied and finds_inside:
-        inside, _ = with_front(run(Surroundings(inside=True)), True)
+        inside = with_front(run(Surroundings(inside=True)), True)
     if held.used_again and finds_inside:
         # The first piece of the gradient is added to what has come before, and not the second.
         for given, (alone, _) in zip(_GIVEN, inside, strict=True):
             stashed = again(given, True, stashed=held.used_again)
             more = max(more, stashed.alone - alone.alone)
-    return BackwardPeaks(first, inside, copied, more, lacks_parts), hands_back
+    return BackwardPeaks(first, inside, copied, more, lacks_parts)
 
 
 def _less(with_copies: Iterable[list[int]], without: Iterable[list[int]]) -> int:

@@ -11,18 +11,16 @@ from torch import nn
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profile import LayerProfile
-from gpipebal.profiler.chain.gradients import HandedBack
 from gpipebal.profiler.chain.numbers import Numbers, distinct_numbers
 from gpipebal.profiler.chain.value import SkipEnds
 from gpipebal.profiler.memory.backward_peaks import BackwardPeaks
-from gpipebal.profiler.memory.layer_run import GivenMemory
+from gpipebal.profiler.memory.layer_run import BackwardRun, GivenMemory
 from gpipebal.profiler.memory.sparse_gradients import GradientKind
 from gpipebal.profiler.replicas.replica import kept_by
 from gpipebal.skip.tracker import Key
 
 __all__ = [
     "ChainGradients",
-    "LayerGradients",
     "LayerMemory",
     "given_their_own",
     "number_gradients",
@@ -35,31 +33,6 @@ _COLUMNS = frozenset(field.name for field in fields(LayerProfile))
 _NUMBERED = ("outputs", "saved", "handed_through", "kept_outputs", "written")
 
 
-class LayerGradients(NamedTuple):
-    """In which memory a layer's backward is given gradients, and hands them back.
-
-    Memory has a key, which tells it from other memory of the same backward.
-
-    Attributes:
-        given: By place of an output, the key and the bytes of its gradient.
-        back: By place of an input, its gradient; None: that has no memory of its own.
-        n_inputs: How many inputs the layer has, with those that it pops.
-        n_outputs: How many outputs, with those that it stashes.
-        popped: How many of the last inputs belong to each skip that it pops.
-        stashed: How many of the last outputs belong to each skip that it stashes.
-        passed_on: Places of outputs that are inputs, the same tensors, whose gradients go back as
-            they came.
-    """
-
-    given: Mapping[int, tuple[int, int]]
-    back: Mapping[int, HandedBack | None]
-    n_inputs: int
-    n_outputs: int
-    popped: Sequence[int]
-    stashed: Sequence[int]
-    passed_on: Collection[int] = ()
-
-
 @dataclass(frozen=True)
 class LayerMemory:
     """Memory of one layer; storages are numbered over the whole chain.
@@ -67,13 +40,12 @@ class LayerMemory:
     What is not described here is as in `LayerProfile`.
 
     Attributes:
-        peaks: Largest memory of its backward.
-        hands_back_own: For each of its inputs, by place, whether nothing else holds the memory of
-            the gradient that it hands back: if something holds those that come in, and if not.
-        hands_through: Places of inputs whose gradients go back as they came, and of the outputs
-            that they came for.
-        gradients: In which memory it is given gradients, and hands them back.
-        stashes: Whether it stashes values for later layers.
+        peaks: Its backward: its largest memory, and in which memory it is given gradients and
+            hands them back.
+        n_inputs: How many inputs it has, with those that it pops.
+        n_outputs: How many outputs, with those that it stashes.
+        popped: How many of the last inputs belong to each skip that it pops.
+        stashed: How many of the last outputs belong to each skip that it stashes.
         kept_bytes: Bytes of what the layer keeps after its forward, besides its parameters:
             buffers, and tensors that are attributes of its modules.
         parameter_gradients: What the gradient of each of its parameters looks like; None: there is
@@ -93,10 +65,10 @@ class LayerMemory:
     no_grad_forward_moments: tuple[int, ...]
     written_input_bytes: int
     peaks: BackwardPeaks
-    hands_back_own: Mapping[int, tuple[bool, bool]]
-    hands_through: Mapping[int, int]
-    gradients: LayerGradients
-    stashes: bool
+    n_inputs: int
+    n_outputs: int
+    popped: tuple[int, ...]
+    stashed: tuple[int, ...]
     kept_buffer_bytes: int
     saved_buffer_bytes: int
     kept_bytes: int
@@ -164,11 +136,8 @@ def given_their_own(memory: Sequence[LayerMemory]) -> list[bool]:
     found = [False] * len(memory)
     given: dict[int, bool] = {}  # of the later layer, by place
     for k in reversed(range(len(memory) - 1)):
-        after, all_own = memory[k + 1], found[k + 1]
-        back = {place: own[all_own] for place, own in after.hands_back_own.items()}
-        back |= {place: given.get(output, False) for place, output in after.hands_through.items()}
-        given = back
-        found[k] = bool(given) and all(given.values()) and not memory[k].stashes
+        given = memory[k + 1].peaks.hands_back_own(given, found[k + 1])
+        found[k] = bool(given) and all(given.values()) and not memory[k].stashed
     return found
 
 
@@ -207,24 +176,24 @@ def number_gradients(
     skips: dict[Key, _Numbered] = {}
     value: _Numbered | None = None
     for k in reversed(range(len(memory))):
-        gradients = memory[k].gradients
+        layer, backward = memory[k], memory[k].peaks.held
         stashed = [key for key, ends in routes.items() if ends[0] == k != ends[1]]
         popped = [key for key, ends in routes.items() if ends[1] == k != ends[0]]
-        place = gradients.n_outputs - sum(gradients.stashed)
+        place = layer.n_outputs - sum(layer.stashed)
         if value is None:
-            value = {p: numbers.new(n) for p, (_, n) in gradients.given.items() if p < place}
+            value = {p: numbers.new(n) for p, (_, n) in backward.given.items() if p < place}
         storages.append(_distinct(value))
-        through.append(_of_passed_on(value, gradients.passed_on))
+        through.append(_of_passed_on(value, backward.passed_on))
         arrived = dict(value)
-        for key, n_leaves in zip(stashed, gradients.stashed, strict=True):
+        for key, n_leaves in zip(stashed, layer.stashed, strict=True):
             arrived |= {place + p: number for p, number in skips[key].items()}
             place += n_leaves
         # What it has stashed may be popped in another partition, and then comes by itself.
         given.append(_given_memory(value, arrived, numbers=numbers))
-        back = _handed_back(gradients, arrived, numbers)
-        place = gradients.n_inputs - sum(gradients.popped)
+        back = _handed_back(backward, arrived, numbers)
+        place = layer.n_inputs - sum(layer.popped)
         value = {p: number for p, number in back.items() if p < place}
-        for key, n_leaves in zip(popped, gradients.popped, strict=True):
+        for key, n_leaves in zip(popped, layer.popped, strict=True):
             skips[key] = {p - place: back[p] for p in back if place <= p < place + n_leaves}
             place += n_leaves
     by_skip = {key: _distinct(numbered) for key, numbered in skips.items()}
@@ -256,15 +225,15 @@ def _given_memory(*found: _Numbered, numbers: Numbers) -> tuple[GivenMemory, ...
     )
 
 
-def _handed_back(gradients: LayerGradients, arrived: _Numbered, numbers: Numbers) -> _Numbered:
+def _handed_back(backward: BackwardRun, arrived: _Numbered, numbers: Numbers) -> _Numbered:
     """Number what a layer hands back, by place of the input."""
     known = {
         key: number
-        for place, (key, _) in gradients.given.items()
+        for place, (key, _) in backward.given.items()
         if (number := arrived.get(place)) is not None
     }
     found: _Numbered = {}
-    for place, each in gradients.back.items():
+    for place, each in backward.hands_back.items():
         if each is not None and each.key not in known:
             known[each.key] = numbers.new(each.n_bytes)
         found[place] = None if each is None else known[each.key]

@@ -25,7 +25,7 @@ from gpipebal.profiler.chain.value import Value, roots_of
 from gpipebal.profiler.memory.backward_peaks import find_peaks
 from gpipebal.profiler.memory.buffers import copies_of_large, kept_buffers
 from gpipebal.profiler.memory.device_ledger import DeviceLedger
-from gpipebal.profiler.memory.layer_memory import LayerGradients, LayerMemory
+from gpipebal.profiler.memory.layer_memory import LayerMemory
 from gpipebal.profiler.memory.layer_run import (
     BackwardRun,
     ForwardRun,
@@ -86,31 +86,20 @@ def measure_layer_memory(
     )
     columns, hands_on = _described(chain, k, arrived, forward, held, keys_of_own, numbers)
     saved_buffers = sum(kept[key] for key in forward.constant & kept.keys())
-    through = {place: at for place, (_, at) in held.through.items()}
-    # All keys are used up: they may be given to new storages from now on.
+    # The keys of storages are used up: they may be given to new ones from now on.
     del forward
     hands_on.value = hands_on.value.without_graph()
-    peaks, hands_back = find_peaks(
-        lambda around: run_in(around)[1],
-        held,
-        set(through.values()),
-        layer.parameters(),
-        finds_inside=not chain.only_inputs,
-    )
-    hands_through = {place: at for place, at in through.items() if held.hands_back_own[place]}
     memory = LayerMemory(
         **columns,
         no_grad_forward_peak_bytes=max(without_graph),
         no_grad_forward_moments=tuple(without_graph),
         written_input_bytes=copies,
-        peaks=peaks,
-        # In these runs what is handed through is not handed back at all, also if it is a view.
-        hands_back_own={
-            place: hands_back.get(place, (False, False))
-            for place in {*hands_back, *through} - hands_through.keys()
-        },
-        hands_through=hands_through,
-        stashes=bool(chain.stashes[k]),
+        peaks=find_peaks(
+            lambda around: run_in(around)[1],
+            held,
+            layer.parameters(),
+            finds_inside=not chain.only_inputs,
+        ),
         kept_buffer_bytes=sum(kept.values()),
         saved_buffer_bytes=saved_buffers,
         parameter_gradients=of_parameters,
@@ -159,15 +148,10 @@ def _described(
         "forward_peak_bytes": max(forward.moments),
         "forward_moments": tuple(forward.moments),
         "kept_bytes": forward.kept_bytes,
-        "gradients": LayerGradients(
-            backward.given,
-            backward.hands_back,
-            n_inputs=len(given),
-            n_outputs=len(forward.outputs),
-            popped=[len(arrived.skips[key]) for key in chain.pops[k]],
-            stashed=[len(hands_on.skips[key]) for key in chain.stashes[k]],
-            passed_on=backward.passed_on,
-        ),
+        "n_inputs": len(given),
+        "n_outputs": len(forward.outputs),
+        "popped": tuple(len(arrived.skips[key]) for key in chain.pops[k]),
+        "stashed": tuple(len(hands_on.skips[key]) for key in chain.stashes[k]),
     }
     return columns, hands_on
 
