@@ -18,7 +18,7 @@ from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profile import LayerProfile
 from gpipebal.profile.fingerprint import fingerprint
 from gpipebal.profile.layer import MOMENTS
-from gpipebal.profiler.memory.layer_memory import LayerMemory, given_their_own
+from gpipebal.profiler.memory.layer_memory import LayerMemory
 from gpipebal.profiler.memory.sparse_gradients import join_kinds
 from gpipebal.profiler.replicas.owned import own_bytes
 from gpipebal.profiler.replicas.replica import layer_of_tensors
@@ -91,7 +91,7 @@ def known_columns(
     device_type: str,
 ) -> list[dict[str, Any]]:
     """Return the columns of each layer's profile that do not say how long it takes."""
-    own, given_own = own_bytes(modules, device_type), given_their_own(found.memory)
+    own = own_bytes(modules, device_type)
     columns: list[dict[str, Any]] = [
         {
             "name": names[k],
@@ -99,15 +99,7 @@ def known_columns(
             "flops": found.flops[k],
             **optimizer.columns(k),
             "fingerprint": fingerprint(module),
-            **found.memory[k].columns(
-                own[k],
-                names[k],
-                module,
-                given_own=given_own[k],
-                memory=found.gradients.given[k],
-                storages=found.gradients.storages[k],
-                through=found.gradients.through[k],
-            ),
+            **found.memory[k].columns(own[k], names[k], module, found.gradients.layers[k]),
         }
         for k, module in enumerate(modules)
     ]

@@ -83,8 +83,8 @@ def doubts_about_peaks(names: Sequence[str], known: Survey) -> Iterator[str]:
         names: Their names.
         known: What is known of them.
     """
-    each = zip(names, known.memory, known.gradients.given, strict=True)
-    found = [name for name, memory, given in each if memory.peaks.is_doubtful(given)]
+    each = zip(names, known.memory, known.gradients.layers, strict=True)
+    found = [name for name, memory, given in each if memory.peaks.is_doubtful(given.memory)]
     if found:
         yield (
             f"{_listed(found)}: no memory was left for gradients that are parts of larger ones; "

@@ -58,7 +58,7 @@ class FrontPeaks(NamedTuple):
         return found
 
     def moments_before(self, given_own: bool, memory: Sequence[GivenMemory]) -> list[list[int]]:
-        """Return those with another layer behind it; arguments as of `LayerMemory.columns`."""
+        """Return those with another layer behind it; arguments as of `GivenGradients`."""
         pair = self.before_own if given_own else self.before_views
         if any(one.is_parted(pair[0].begun) for one in memory):
             pair = self.before_parts
@@ -117,7 +117,7 @@ class BackwardPeaks(NamedTuple):
         return found
 
     def columns(self, *, given_own: bool, memory: Sequence[GivenMemory]) -> dict[str, Any]:
-        """Return the columns of a layer profile; arguments as of `LayerMemory.columns`."""
+        """Return the columns of a layer profile; arguments as of `GivenGradients`."""
         parted = self._is_parted(memory)
         held = self.first.moments_held(self.copied_bytes, parted=parted)
         held_inside = self.inside.moments_held(0, parted=parted)

@@ -21,8 +21,8 @@ from gpipebal.skip.tracker import Key
 
 __all__ = [
     "ChainGradients",
+    "GivenGradients",
     "LayerMemory",
-    "given_their_own",
     "number_gradients",
 ]
 
@@ -92,11 +92,7 @@ class LayerMemory:
         own: dict[str, int],
         name: str,
         layer: nn.Module,
-        *,
-        given_own: bool,
-        memory: Sequence[GivenMemory],
-        storages: tuple[int, ...] | None,
-        through: tuple[int, ...],
+        given: GivenGradients,
     ) -> dict[str, Any]:
         """Return the columns of a layer profile, with what the layer has all the time.
 
@@ -104,10 +100,7 @@ class LayerMemory:
             own: Columns of parameters and buffers.
             name: Name of the layer.
             layer: The caller's layer, of which a copy ran.
-            given_own: What `given_their_own` says of it.
-            memory: What `number_gradients` says of it, and so the next.
-            storages: What the gradients lie in that it is given for its output.
-            through: Those of them in which nothing lies but gradients of what it passes on.
+            given: The gradients that its backward is given.
 
         Raises:
             ProfileError: the forward makes parameters, which the caller's layer does not have yet.
@@ -120,13 +113,43 @@ class LayerMemory:
                 f"(expected {n_before}, as many as before).\nFix: run model(sample) once."
             )
         columns = {name: each for name, each in vars(self).items() if name in _COLUMNS}
-        columns |= own | {"gradient_storages": storages, "through_gradient_storages": through}
-        columns |= self.peaks.columns(given_own=given_own, memory=memory)
+        columns |= own
+        columns["gradient_storages"] = given.storages
+        columns["through_gradient_storages"] = given.through
+        columns |= self.peaks.columns(given_own=given.own, memory=given.memory)
         columns["buffer_bytes"] += max(0, self.kept_bytes - sum(map(bytes_of, kept_by(layer))))
         return columns
 
 
-def given_their_own(memory: Sequence[LayerMemory]) -> list[bool]:
+class GivenGradients(NamedTuple):
+    """Gradients that a layer's backward is given, and in which memory they are.
+
+    Attributes:
+        storages: Storages that those for its output lie in; None: it is not known.
+        through: Those of them in which nothing lies but gradients of what it passes on.
+        memory: Their memory: without those of what it stashes, and with them.
+        own: Whether nothing else holds this memory.
+    """
+
+    storages: tuple[int, ...] | None
+    through: tuple[int, ...]
+    memory: tuple[GivenMemory, ...]
+    own: bool
+
+
+class ChainGradients(NamedTuple):
+    """What the gradients of a chain lie in.
+
+    Attributes:
+        layers: For each layer, what its backward is given.
+        skips: For each skip, storages of its gradient; None: it is not known.
+    """
+
+    layers: Sequence[GivenGradients]
+    skips: Mapping[Key, tuple[int, ...] | None]
+
+
+def _given_their_own(memory: Sequence[LayerMemory]) -> list[bool]:
     """Tell which layers of a chain are given gradients whose memory nothing else holds.
 
     The next layer's backward makes them, or hands back those that it was given. It may hand back
@@ -141,23 +164,6 @@ def given_their_own(memory: Sequence[LayerMemory]) -> list[bool]:
     return found
 
 
-class ChainGradients(NamedTuple):
-    """What the gradients of a chain lie in, by numbers of storages; None: it is not known.
-
-    Attributes:
-        storages: For each layer, those of what its backward is given for its output.
-        through: For each layer, those of them in which nothing lies but gradients of what it passes
-            on.
-        given: For each layer, the memory of what its backward is given, in one or another case.
-        skips: For each skip, those of its gradient.
-    """
-
-    storages: Sequence[tuple[int, ...] | None]
-    through: Sequence[tuple[int, ...]]
-    given: Sequence[Sequence[GivenMemory]]
-    skips: Mapping[Key, tuple[int, ...] | None]
-
-
 def number_gradients(
     memory: Sequence[LayerMemory], routes: SkipEnds, numbers: Numbers
 ) -> ChainGradients:
@@ -170,9 +176,7 @@ def number_gradients(
         routes: The skips.
         numbers: Takes the storages.
     """
-    storages: list[tuple[int, ...] | None] = []
-    through: list[tuple[int, ...]] = []
-    given: list[tuple[GivenMemory, ...]] = []
+    layers, own = list[GivenGradients](), _given_their_own(memory)
     skips: dict[Key, _Numbered] = {}
     value: _Numbered | None = None
     for k in reversed(range(len(memory))):
@@ -182,14 +186,14 @@ def number_gradients(
         place = layer.n_outputs - sum(layer.stashed)
         if value is None:
             value = {p: numbers.new(n) for p, (_, n) in backward.given.items() if p < place}
-        storages.append(_distinct(value))
-        through.append(_of_passed_on(value, backward.passed_on))
         arrived = dict(value)
         for key, n_leaves in zip(stashed, layer.stashed, strict=True):
             arrived |= {place + p: number for p, number in skips[key].items()}
             place += n_leaves
         # What it has stashed may be popped in another partition, and then comes by itself.
-        given.append(_given_memory(value, arrived, numbers=numbers))
+        given = _given_memory(value, arrived, numbers=numbers)
+        through = _of_passed_on(value, backward.passed_on)
+        layers.append(GivenGradients(_distinct(value), through, given, own[k]))
         back = _handed_back(backward, arrived, numbers)
         place = layer.n_inputs - sum(layer.popped)
         value = {p: number for p, number in back.items() if p < place}
@@ -197,7 +201,7 @@ def number_gradients(
             skips[key] = {p - place: back[p] for p in back if place <= p < place + n_leaves}
             place += n_leaves
     by_skip = {key: _distinct(numbered) for key, numbered in skips.items()}
-    return ChainGradients(storages[::-1], through[::-1], given[::-1], by_skip)
+    return ChainGradients(layers[::-1], by_skip)
 
 
 #: Numbers of the storages of gradients, by place of the tensor; None: it has none of its own.
