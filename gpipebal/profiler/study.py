@@ -40,7 +40,7 @@ from gpipebal.profiler.step.gathered import (
     scaled_gathered,
     try_gathered,
 )
-from gpipebal.profiler.step.loss import describe_loss, loss_chain
+from gpipebal.profiler.step.loss import describe_loss, loss_chain, times_of_loss
 from gpipebal.profiler.step.step import measure_optimizer
 from gpipebal.profiler.survey import LossSurvey, Scout, Survey, survey, survey_loss
 from gpipebal.profiler.times.rounds import Pace, Subject, Times, run_side_by_side
@@ -373,8 +373,8 @@ class Study:
     def _loss_of(self, size: _Size) -> LayerProfile | None:
         if size.loss is None:
             return None
-        found = size.loss
-        loss = describe_loss(found.memory, found.chain.loss, size.times, found.flops)
+        found, times = size.loss, times_of_loss(size.times)
+        loss = describe_loss(found.memory, found.chain.loss, found.flops, times)
         return replace(loss, **bytes_of_loss(self._loss_fn, self._modules, self._device.type))
 
 

@@ -168,6 +168,17 @@ class Costs:
     flops: int
     approximate: tuple[str, ...]
 
+    def times(self) -> dict[str, Any]:
+        """Return the columns of a layer profile that say how long it takes."""
+        return {
+            "forward_time": self.forward_time,
+            "backward_time": self.backward_time,
+            "recompute_time": self.forward_time,
+            "no_grad_forward_time": self.no_grad_forward_time,
+            "forward_host_time": self.forward_host_time,
+            "backward_host_time": self.backward_host_time,
+        }
+
 
 def find_costs(chain: Chain, value: Value, rates: DeviceRates) -> Costs:
     """Count what the only layer of a chain costs in time.

@@ -248,18 +248,8 @@ class _Work:
         self, found: Survey, costs: Sequence[Costs], memory: OptimizerMemory
     ) -> tuple[LayerProfile, ...]:
         columns = known_columns(self.names, self.modules, found, memory, self.rates.device_type)
-        return tuple(
-            LayerProfile(
-                forward_time=of_layer.forward_time,
-                backward_time=of_layer.backward_time,
-                recompute_time=of_layer.forward_time,
-                no_grad_forward_time=of_layer.no_grad_forward_time,
-                forward_host_time=of_layer.forward_host_time,
-                backward_host_time=of_layer.backward_host_time,
-                **known,
-            )
-            for known, of_layer in zip(columns, costs, strict=True)
-        )
+        pairs = zip(columns, costs, strict=True)
+        return tuple(LayerProfile(**of_layer.times(), **known) for known, of_layer in pairs)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,7 +30,6 @@ from gpipebal.profiler.step.guessed import ValuesGuessed, part_of
 from gpipebal.profiler.step.loss import LossChain, describe_loss, loss_failed
 from gpipebal.profiler.step.optimizer import Maker
 from gpipebal.profiler.step.state import LARGEST_TABLE, over_table
-from gpipebal.profiler.times.rounds import Times
 from gpipebal.rates import DeviceRates
 
 __all__ = ["estimate_gather", "estimate_loss", "estimate_optimizer"]
@@ -76,18 +74,7 @@ def estimate_loss(
         if str(error).startswith("the loss cannot be estimated"):
             raise
         raise loss_failed(error) from error.__cause__
-    times = Times(
-        loss_forward=[costs.forward_time],
-        loss_backward=[costs.backward_time],
-        loss_without_graph=[costs.no_grad_forward_time],
-    )
-    described = describe_loss(memory, layer, times, costs.flops)
-    described = replace(
-        described,
-        forward_host_time=costs.forward_host_time,
-        backward_host_time=costs.backward_host_time,
-    )
-    return described, costs.approximate
+    return describe_loss(memory, layer, costs.flops, costs.times()), costs.approximate
 
 
 def estimate_gather(outputs: Outputs, rates: DeviceRates) -> tuple[float, Value]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ __all__ = [
     "loss_chain",
     "loss_failed",
     "measure_whole_loss",
+    "times_of_loss",
 ]
 
 #: Repeats of the loss over the whole mini-batch; the median counts.
@@ -100,27 +101,34 @@ def loss_chain(
     return LossChain(called, target, start, device)
 
 
+def times_of_loss(times: Times) -> dict[str, float]:
+    """Return the columns of a layer profile that say how long a loss took."""
+    forward, backward = times.loss_forward, times.loss_backward
+    return {
+        "forward_time": statistics.median(forward),
+        "backward_time": statistics.median(backward),
+        "recompute_time": statistics.median(forward),
+        "forward_spread": _spread_of(forward),
+        "backward_spread": _spread_of(backward),
+        "no_grad_forward_time": statistics.median(times.loss_without_graph),
+    }
+
+
 def describe_loss(
-    memory: LayerMemory, layer: LossLayer, times: Times, flops: int | None
+    memory: LayerMemory, layer: LossLayer, flops: int | None, times: Mapping[str, Any]
 ) -> LayerProfile:
     """Describe a loss as a layer; its buffers are the target.
 
     Args:
         memory: Its memory.
         layer: The loss.
-        times: Has its times.
         flops: Its floating-point operations.
+        times: Columns of a layer profile that say how long it takes.
     """
-    forward, backward = times.loss_forward, times.loss_backward
     return LayerProfile(
         name="loss",
         kind=getattr(layer.loss_fn, "__name__", type(layer.loss_fn).__name__),
-        forward_time=statistics.median(forward),
-        backward_time=statistics.median(backward),
-        recompute_time=statistics.median(forward),
-        forward_spread=_spread_of(forward),
-        backward_spread=_spread_of(backward),
-        no_grad_forward_time=statistics.median(times.loss_without_graph),
+        **times,
         flops=flops,
         buffer_bytes=sum(map(bytes_of, layer.target_tensors)),
         outputs=memory.outputs,
@@ -172,7 +180,8 @@ def measure_whole_loss(
             (times if repeat else Times()).run_loss(chain, value)  # the first warms up
     except ProfileError as error:
         raise loss_failed(error) from error.__cause__
-    return describe_loss(memory, layer, times, counter.total), arrived.storages
+    described = describe_loss(memory, layer, counter.total, times_of_loss(times))
+    return described, arrived.storages
 
 
 def loss_failed(error: ProfileError) -> ProfileError:
