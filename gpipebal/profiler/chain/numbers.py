@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from gpipebal.profiler.chain.gradients import needs_gradient
 from gpipebal.profiler.chain.value import Value
 from gpipebal.skip.tracker import Key
 
-__all__ = ["Arrived", "Numbers", "distinct_numbers", "number_of"]
+__all__ = ["Arrived", "Numbers", "distinct_numbers"]
 
 
 class Numbers:
@@ -68,7 +68,7 @@ class Arrived:
 
         A view into the mini-batch counts for its own rows.
         """
-        arrived = cls._of(value, {}, numbers)
+        arrived = cls.of(value, {}, numbers, {})
         own = dict.fromkeys(arrived.storages, 0)
         for leaf, number in zip(value.leaves, arrived.numbers, strict=True):
             if number is not None:
@@ -78,20 +78,38 @@ class Arrived:
         return arrived
 
     @classmethod
-    def behind(cls, earlier: Arrived, value: Value, numbers: Numbers) -> Arrived:
-        """Number the storages of a value that may share some with an earlier one."""
-        known = {
-            storage_key(leaf): number
-            for leaf, number in zip(earlier.value.leaves, earlier.numbers, strict=True)
-            if number is not None
-        }
-        return cls._of(value, known, numbers)
+    def of(
+        cls,
+        value: Value,
+        known: dict[int, int],
+        numbers: Numbers,
+        waiting: Mapping[Key, list[int | None]],
+    ) -> Arrived:
+        """Number the storages of a value.
 
-    @classmethod
-    def _of(cls, value: Value, known: dict[int, int], numbers: Numbers) -> Arrived:
-        found = [number_of(leaf, known, numbers) for leaf in value.leaves]
-        numbers.note(found, map(needs_gradient, value.leaves))
-        return cls(value, found, {})
+        Args:
+            value: The value.
+            known: Numbers of storages that it may have, by their keys; new ones are added.
+            numbers: Numbers of all storages so far; new ones are added.
+            waiting: Those of the skips that have waited before; others are numbered, too.
+        """
+
+        def numbered(leaves: list[Any]) -> list[int | None]:
+            found = [_number_of(leaf, known, numbers) for leaf in leaves]
+            numbers.note(found, map(needs_gradient, leaves))
+            return found
+
+        own = numbered(value.leaves)
+        skips = {
+            key: waiting[key] if key in waiting else numbered(leaves)
+            for key, (leaves, _) in value.skips.items()
+        }
+        return cls(value, own, skips)
+
+    def known(self, popped: Sequence[Key] = ()) -> dict[int, int]:
+        """Return the numbers of what goes into a layer, by the keys of their storages."""
+        pairs = zip(self.value.leaves_with(popped), self.of_inputs(popped), strict=True)
+        return {storage_key(leaf): number for leaf, number in pairs if number is not None}
 
     def of_inputs(self, popped: Iterable[Key]) -> list[int | None]:
         """Return the numbers of what goes into a layer: of the value, then of what it pops."""
@@ -103,7 +121,7 @@ class Arrived:
         return distinct_numbers(self.numbers)
 
 
-def number_of(leaf: Any, known: dict[int, int], numbers: Numbers) -> int | None:
+def _number_of(leaf: Any, known: dict[int, int], numbers: Numbers) -> int | None:
     """Return the number of a leaf's storage, a new one if it is not known; None: it has none."""
     if not has_storage(leaf):
         return None

@@ -206,7 +206,7 @@ class _Work:
         gathered: tuple[int, ...] = ()
         whole_loss = None
         if self.loss_fn is not None:
-            joined = Arrived.behind(outputs, value, numbers)
+            joined = Arrived.of(value, outputs.known(), numbers, {})
             gathered = joined.storages
             whole_loss = self._loss(sizes, joined, numbers)
         return Profile(

@@ -20,7 +20,7 @@ from gpipebal.pipeline.values.tensors import bytes_of, has_storage, plain_parts,
 from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.failures import memory_for
 from gpipebal.profiler.chain.gradients import needs_gradient
-from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers, number_of
+from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers
 from gpipebal.profiler.chain.value import Value, roots_of
 from gpipebal.profiler.memory.backward_peaks import find_peaks
 from gpipebal.profiler.memory.buffers import copies_of_large, kept_buffers
@@ -130,8 +130,8 @@ def _described(
     Returns:
         Fields of its `LayerMemory`, and its output.
     """
-    known, n_before = _known(chain, k, arrived), len(numbers.bytes)
-    hands_on = _handed_on(chain, k, arrived, forward.passed, known, numbers)
+    known, n_before = arrived.known(chain.pops[k]), len(numbers.bytes)
+    hands_on = Arrived.of(forward.passed, known, numbers, arrived.skips)
     of_own = [known.get(key, -1) for key in own]
     for key, n_bytes in forward.saved.items():
         if key not in known:
@@ -156,28 +156,6 @@ def _described(
     return columns, hands_on
 
 
-def _handed_on(
-    chain: Chain,
-    k: int,
-    arrived: Arrived,
-    passed: Value,
-    known: dict[int, int],
-    numbers: Numbers,
-) -> Arrived:
-    """Number a layer's output; `known` has the numbers of its input, by key."""
-    hands_on = Arrived(
-        passed,
-        [number_of(leaf, known, numbers) for leaf in passed.leaves],
-        {key: held for key, held in arrived.skips.items() if key in passed.skips},
-    )
-    for key in chain.stashes[k]:
-        leaves = passed.skips[key][0]
-        hands_on.skips[key] = [number_of(leaf, known, numbers) for leaf in leaves]
-        numbers.note(hands_on.skips[key], map(needs_gradient, leaves))
-    numbers.note(hands_on.numbers, map(needs_gradient, passed.leaves))
-    return hands_on
-
-
 def _warm_up(chain: Chain, k: int, value: Value) -> None:
     """Run a layer once, so that libraries have the memory that they keep from their first call on.
 
@@ -188,13 +166,3 @@ def _warm_up(chain: Chain, k: int, value: Value) -> None:
     passed = chain.call(k, given, value)
     roots = roots_of(chain.outputs(k, passed), chain.gradients(k, passed))
     chain.run_backward(roots, inputs, chain.names[k])
-
-
-def _known(chain: Chain, k: int, arrived: Arrived) -> dict[int, int]:
-    """Map the storages of a layer's inputs, by key, to their numbers."""
-    leaves = chain.inputs(k, arrived.value)
-    return {
-        storage_key(leaf): number
-        for leaf, number in zip(leaves, arrived.of_inputs(chain.pops[k]), strict=True)
-        if number is not None
-    }

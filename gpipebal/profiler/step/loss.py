@@ -166,7 +166,7 @@ def measure_whole_loss(
         ProfileError: the loss failed.
     """
     value = outputs.joined()
-    arrived = Arrived.behind(outputs.first, value, numbers)
+    arrived = Arrived.of(value, outputs.first.known(), numbers, {})
     chain = loss_chain(loss_fn, target, value, device)
     layer = chain.loss
     try:
