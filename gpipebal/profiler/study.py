@@ -40,9 +40,15 @@ from gpipebal.profiler.step.gathered import (
     scaled_gathered,
     try_gathered,
 )
-from gpipebal.profiler.step.loss import describe_loss, loss_chain, times_of_loss
+from gpipebal.profiler.step.loss import (
+    LossSurvey,
+    describe_loss,
+    loss_chain,
+    survey_loss,
+    times_of_loss,
+)
 from gpipebal.profiler.step.step import measure_optimizer
-from gpipebal.profiler.survey import LossSurvey, Scout, Survey, survey, survey_loss
+from gpipebal.profiler.survey import Scout, Survey, survey
 from gpipebal.profiler.times.rounds import Pace, Subject, Times, run_side_by_side
 from gpipebal.profiler.training import Training
 from gpipebal.profiler.trial.correct import try_out
@@ -275,7 +281,9 @@ class Study:
         sizes = [size.rows] * len(self._data.sizes)
         try:
             target = self._data.first_target(sizes)
-            size.loss = survey_loss(self._loss_fn, target, size.found, self._device)
+            outputs, numbers = size.found.outputs, size.found.numbers
+            chain = loss_chain(self._loss_fn, target, outputs.value, self._device)
+            size.loss = survey_loss(chain, outputs, numbers)
         except GpipebalError as error:
             why = str(error).splitlines()[0]
             self._notes.append(f"the loss is not measured at {count(size.rows, 'row')}: {why}")
@@ -373,8 +381,7 @@ class Study:
     def _loss_of(self, size: _Size) -> LayerProfile | None:
         if size.loss is None:
             return None
-        found, times = size.loss, times_of_loss(size.times)
-        loss = describe_loss(found.memory, found.chain.loss, found.flops, times)
+        loss = describe_loss(size.loss, times_of_loss(size.times))
         return replace(loss, **bytes_of_loss(self._loss_fn, self._modules, self._device.type))
 
 

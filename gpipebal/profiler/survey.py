@@ -1,19 +1,16 @@
 """Survey: walk along a chain once, to find out all that needs no repeats.
 
-This is: which inputs layers write to, the memory of every layer and of the loss, and floating-point
-operations.
+This is: which inputs layers write to, the memory of every layer, and floating-point operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gpipebal.errors import GpipebalError
 from gpipebal.pipeline.values.tensors import plain_parts
 from gpipebal.profile import SkipProfile
 from gpipebal.profiler.chain.chain import Chain
@@ -21,7 +18,7 @@ from gpipebal.profiler.chain.gradients import needs_gradient
 from gpipebal.profiler.chain.moving import value_copied
 from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers
 from gpipebal.profiler.chain.value import SkipEnds, Value
-from gpipebal.profiler.memory.flops import FlopCounter
+from gpipebal.profiler.memory.flops import flops_of
 from gpipebal.profiler.memory.layer_memory import (
     ChainGradients,
     LayerMemory,
@@ -29,18 +26,9 @@ from gpipebal.profiler.memory.layer_memory import (
 )
 from gpipebal.profiler.memory.storages import measure_layer_memory
 from gpipebal.profiler.replicas.replica import replicate, stand_ins
-from gpipebal.profiler.step.loss import LossChain, loss_chain
 from gpipebal.skip.tracker import Key
 
-__all__ = [
-    "LossSurvey",
-    "Scout",
-    "Survey",
-    "Trail",
-    "Twin",
-    "survey",
-    "survey_loss",
-]
+__all__ = ["Scout", "Survey", "Trail", "Twin", "survey"]
 
 
 @dataclass
@@ -261,46 +249,3 @@ def _describe_skips(
         for space, name in routes
         if (space, name) in storages
     )
-
-
-def flops_of(chain: Chain, k: int, value: Value) -> int | None:
-    """Count the floating-point operations of a layer's forward; None: torch cannot."""
-    try:
-        with torch.no_grad(), FlopCounter() as counter:
-            _, given = chain.prepare(k, value, wants=False)
-            chain.call(k, given, value)
-    except GpipebalError:
-        return None  # where the layer itself fails, its next run says so
-    return counter.total
-
-
-class LossSurvey(NamedTuple):
-    """The loss over one micro-batch as a chain, its memory, and its operations."""
-
-    chain: LossChain
-    memory: LayerMemory
-    flops: int | None
-
-
-def survey_loss(
-    loss_fn: Callable[..., Tensor],
-    target: Any,
-    found: Survey,
-    device: torch.device,
-) -> LossSurvey:
-    """Find the memory of the loss over one micro-batch, as a layer after the last.
-
-    Args:
-        loss_fn: The loss.
-        target: Target of the micro-batch, on the device.
-        found: What is known about the layers.
-        device: Where they are.
-
-    Raises:
-        GpipebalError: the loss cannot be computed over a micro-batch.
-    """
-    chain = loss_chain(loss_fn, target, found.outputs.value, device)
-    chain.find_written(0, found.outputs.value)
-    given = (found.outputs, found.numbers, chain.loss.target_tensors)
-    memory, _ = measure_layer_memory(chain, 0, *given)
-    return LossSurvey(chain, memory, flops_of(chain, 0, found.outputs.value))

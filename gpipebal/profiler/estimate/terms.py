@@ -27,7 +27,7 @@ from gpipebal.profiler.memory.sparse_gradients import gradient_like
 from gpipebal.profiler.replicas.harmless import tensors_reached
 from gpipebal.profiler.step.alike import global_hooks_left_out
 from gpipebal.profiler.step.guessed import ValuesGuessed, part_of
-from gpipebal.profiler.step.loss import LossChain, describe_loss, loss_failed
+from gpipebal.profiler.step.loss import LossChain, LossSurvey, describe_loss, loss_failed
 from gpipebal.profiler.step.optimizer import Maker
 from gpipebal.profiler.step.state import LARGEST_TABLE, over_table
 from gpipebal.rates import DeviceRates
@@ -74,7 +74,8 @@ def estimate_loss(
         if str(error).startswith("the loss cannot be estimated"):
             raise
         raise loss_failed(error) from error.__cause__
-    return describe_loss(memory, layer, costs.flops, costs.times()), costs.approximate
+    found = LossSurvey(chain, memory, costs.flops)
+    return describe_loss(found, costs.times()), costs.approximate
 
 
 def estimate_gather(outputs: Outputs, rates: DeviceRates) -> tuple[float, Value]:

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from gpipebal.errors import GpipebalError
 from gpipebal.pipeline.process.eager import EagerDispatchMode
+from gpipebal.profiler.chain.chain import Chain
+from gpipebal.profiler.chain.value import Value
 
-__all__ = ["FlopCounter", "flops_of_operation"]
+__all__ = ["FlopCounter", "flops_of", "flops_of_operation"]
 
 
 def _mkldnn_rnn(input: Tensor, w_input: Tensor, w_hidden: Tensor, *_: Any, **__: Any) -> int:
@@ -94,6 +97,17 @@ def flops_of_operation(packet: Any, args: Any, keywords: dict[str, Any], result:
         return int(more(*args, **keywords))
     formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **keywords, out_val=result))
+
+
+def flops_of(chain: Chain, k: int, value: Value) -> int | None:
+    """Count the floating-point operations of a layer's forward; None: torch cannot."""
+    try:
+        with torch.no_grad(), FlopCounter() as counter:
+            _, given = chain.prepare(k, value, wants=False)
+            chain.call(k, given, value)
+    except GpipebalError:
+        return None  # where the layer itself fails, its next run says so
+    return counter.total
 
 
 class FlopCounter(EagerDispatchMode):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from gpipebal.profiler.chain.failures import said
 from gpipebal.profiler.chain.numbers import Arrived, Numbers
 from gpipebal.profiler.chain.outputs import Outputs
 from gpipebal.profiler.chain.value import Value
-from gpipebal.profiler.memory.flops import FlopCounter
+from gpipebal.profiler.memory.flops import flops_of
 from gpipebal.profiler.memory.layer_memory import LayerMemory
 from gpipebal.profiler.memory.storages import measure_layer_memory
 from gpipebal.profiler.replicas.replica import replicate
@@ -29,10 +29,12 @@ from gpipebal.profiler.times.rounds import Times
 __all__ = [
     "LossChain",
     "LossLayer",
+    "LossSurvey",
     "describe_loss",
     "loss_chain",
     "loss_failed",
     "measure_whole_loss",
+    "survey_loss",
     "times_of_loss",
 ]
 
@@ -101,6 +103,30 @@ def loss_chain(
     return LossChain(called, target, start, device)
 
 
+class LossSurvey(NamedTuple):
+    """A loss as a chain, its memory, and its operations."""
+
+    chain: LossChain
+    memory: LayerMemory
+    flops: int | None
+
+
+def survey_loss(chain: LossChain, outputs: Arrived, numbers: Numbers) -> LossSurvey:
+    """Find out all about a loss, as a layer after the last, that needs no repeats.
+
+    Args:
+        chain: The loss.
+        outputs: What it is taken of.
+        numbers: Numbers of all storages so far; new ones are added.
+
+    Raises:
+        GpipebalError: it cannot be computed.
+    """
+    chain.find_written(0, outputs.value)
+    memory, _ = measure_layer_memory(chain, 0, outputs, numbers, chain.loss.target_tensors)
+    return LossSurvey(chain, memory, flops_of(chain, 0, outputs.value))
+
+
 def times_of_loss(times: Times) -> dict[str, float]:
     """Return the columns of a layer profile that say how long a loss took."""
     forward, backward = times.loss_forward, times.loss_backward
@@ -114,22 +140,19 @@ def times_of_loss(times: Times) -> dict[str, float]:
     }
 
 
-def describe_loss(
-    memory: LayerMemory, layer: LossLayer, flops: int | None, times: Mapping[str, Any]
-) -> LayerProfile:
+def describe_loss(found: LossSurvey, times: Mapping[str, Any]) -> LayerProfile:
     """Describe a loss as a layer; its buffers are the target.
 
     Args:
-        memory: Its memory.
-        layer: The loss.
-        flops: Its floating-point operations.
+        found: What was found out about it.
         times: Columns of a layer profile that say how long it takes.
     """
+    layer, memory = found.chain.loss, found.memory
     return LayerProfile(
         name="loss",
         kind=getattr(layer.loss_fn, "__name__", type(layer.loss_fn).__name__),
         **times,
-        flops=flops,
+        flops=found.flops,
         buffer_bytes=sum(map(bytes_of, layer.target_tensors)),
         outputs=memory.outputs,
         saved=memory.saved,
@@ -167,21 +190,15 @@ def measure_whole_loss(
     """
     value = outputs.joined()
     arrived = Arrived.of(value, outputs.first.known(), numbers, {})
-    chain = loss_chain(loss_fn, target, value, device)
-    layer = chain.loss
+    chain, times = loss_chain(loss_fn, target, value, device), Times()
     try:
-        chain.find_written(0, value)
-        memory, _ = measure_layer_memory(chain, 0, arrived, numbers, layer.target_tensors)
-        with FlopCounter() as counter:
-            chain.forget()
-        times = Times()
+        found = survey_loss(chain, arrived, numbers)
         for repeat in range(REPEATS + 1):
             synchronize(device)
             (times if repeat else Times()).run_loss(chain, value)  # the first warms up
     except ProfileError as error:
         raise loss_failed(error) from error.__cause__
-    described = describe_loss(memory, layer, counter.total, times_of_loss(times))
-    return described, arrived.storages
+    return describe_loss(found, times_of_loss(times)), arrived.storages
 
 
 def loss_failed(error: ProfileError) -> ProfileError:
