@@ -26,7 +26,7 @@ from gpipebal.errors import DeviceError, ModelError, ProfileError
 from gpipebal.planner import solve
 from gpipebal.profile import LayerProfile, Profile
 from gpipebal.profiler import profile_model
-from gpipebal.profiler.estimate.autocast import _init
+from gpipebal.profiler.estimate.acting import _init
 from gpipebal.rates import DeviceRates
 
 #: Everything of a layer that is counted and not clocked; operations apart, and moments: at those

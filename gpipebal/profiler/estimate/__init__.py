@@ -9,7 +9,7 @@ convolutions, batch normalisation or attention, are named with the reason in
 rates: a lower bound, which tells how layers compare, not how long they take.
 
 Read in this order: `stand_ins` (layers without memory), `constants` (tensors that functions use),
-`backends`, `results`, `group_norm` and `autocast` (what a device does differently from the meta
+`acting`, `backends`, `results` and `group_norm` (what a device does differently from the meta
 device), `known_results` (what need not be worked out again), `approximate` (where that is not
 certain, with all reasons), `costs` (operations and bytes), `refused` (what runs only with values),
 `walk` (layer after layer), `terms` (loss, gather, optimizer), `profile` (all of it together).

@@ -11,7 +11,6 @@ for choosing kernels, and stays approximate.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,8 +22,12 @@ from torch.utils.flop_counter import sdpa_flop_count
 
 from gpipebal.pipeline.process.blocks import SharedBlocks
 from gpipebal.pipeline.process.modes import ThreadedDispatchMode
-from gpipebal.profiler.estimate.approximate import REASONS
-from gpipebal.profiler.estimate.autocast import autocast_for
+from gpipebal.profiler.estimate.acting import (
+    acting,
+    note,
+    put_autocast_back,
+    replace_autocast,
+)
 from gpipebal.profiler.estimate.group_norm import group_norm_in_format
 from gpipebal.profiler.estimate.known_results import KnownResults
 from gpipebal.profiler.estimate.results import (
@@ -78,14 +81,6 @@ def _are_groups_counted() -> bool:
 #: Whether torch's formula for the operations of attention knows grouped heads.
 _GROUPS_COUNTED = _are_groups_counted()
 
-
-class _Acting(threading.local):
-    device_type: str | None = None
-    has_flash = True
-    notes: set[str] | None = None
-
-
-_acting = _Acting()
 _installed: list[Any] = []
 
 
@@ -100,20 +95,21 @@ def acting_as(device_type: str, *, has_flash: bool = True) -> Iterator[set[str]]
     Yields:
         Reasons why memory is approximate, noted as operations run.
     """
-    before = _acting.device_type, _acting.has_flash, _acting.notes
+    before = acting.device_type, acting.has_flash, acting.notes
     notes: set[str] = set()
     _blocks.enter()
     try:
-        _acting.device_type, _acting.has_flash, _acting.notes = device_type, has_flash, notes
-        with autocast_for(device_type, _note_autocast), _OnlyWhatIsAsked():
+        acting.device_type, acting.has_flash, acting.notes = device_type, has_flash, notes
+        with _OnlyWhatIsAsked():
             yield notes
     finally:
-        _acting.device_type, _acting.has_flash, _acting.notes = before
+        acting.device_type, acting.has_flash, acting.notes = before
         _blocks.leave()
 
 
 def _install() -> None:
     """Give the operations kernels for meta tensors, for as long as any caller needs them."""
+    replace_autocast()
     library = torch.library.Library("aten", "IMPL")
     _installed.append(library)
     kernels: dict[str, Callable[..., Any]] = {
@@ -133,6 +129,7 @@ def _install() -> None:
 
 
 def _remove() -> None:
+    put_autocast_back()
     while _installed:
         _installed.pop()._destroy()
 
@@ -157,16 +154,16 @@ class _OnlyWhatIsAsked(ThreadedDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _OF_SPARSE and args[0].layout == torch.sparse_coo:
-            if func is _aten.add.Tensor and _acting.device_type == "cpu":
-                _note("sparse_sums")
+            if func is _aten.add.Tensor and acting.device_type == "cpu":
+                note("sparse_sums")
             return in_parts(func, *args)
         if func is _aten._grouped_mm.default and args[0].dtype in GROUPED:
             return in_groups(*args, **(kwargs or {}))
         if func is _aten._embedding_bag_backward.default and args[9] and len(args) > 11:
-            _note("padding")  # its place is the last argument, and the gradient is sparse
+            note("padding")  # its place is the last argument, and the gradient is sparse
             return in_parts(_aten.clone.default, func(*args[:11]))
         result = self._known.of(func, args, kwargs or {})
-        on_cpu = _acting.device_type == "cpu"
+        on_cpu = acting.device_type == "cpu"
         result = in_device_order(func, args, result, on_cpu=on_cpu)
         name = func._schema.name
         if name in _IN_PLACE_LOSSES and not result.dim():
@@ -204,11 +201,11 @@ def _has_one_kernel(args: Sequence[Any]) -> bool:
     On a CPU oneDNN does, and torch chooses it by dtype and shapes, for single pixels also by
     threads.
     """
-    if _acting.device_type != "cpu":
+    if acting.device_type != "cpu":
         return False
     _, image, weight, bias_sizes, *options = args[:10]
     if weight.dtype == torch.float32 and weight.shape[2:].numel() == 1:
-        _note("single_pixels")
+        note("single_pixels")
         return True
     with torch._C._DisableTorchDispatch():
         operands = [
@@ -229,8 +226,8 @@ class AsWritten(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.is_autocast_enabled(_acting.device_type or "cpu"):
-            _note_autocast()
+        if torch.is_autocast_enabled(acting.device_type or "cpu"):
+            note("autocast")
         name = getattr(func, "__name__", "")
         if args and name in _BY_FORMAT:
             self._note_format(name, channels_last_of(args[0]))
@@ -242,11 +239,11 @@ class AsWritten(TorchFunctionMode):
     def _note_format(self, name: str, image: torch.memory_format | None) -> None:
         """Note what devices do otherwise with an image of this format."""
         if image == torch.channels_last_3d and name in _IN_SPACE:
-            _note("in_space")
+            note("in_space")
         if image == torch.channels_last and name in _OTHERWISE_IN_ORDER:
-            _note("normalised_in_order")
-        if image == torch.channels_last and name in SHUFFLES and _acting.device_type == "cuda":
-            _note("moved_in_order")
+            note("normalised_in_order")
+        if image == torch.channels_last and name in SHUFFLES and acting.device_type == "cuda":
+            note("moved_in_order")
 
 
 def _taken_apart(operation: Any, *args: Any, **kwargs: Any) -> Any:
@@ -255,16 +252,6 @@ def _taken_apart(operation: Any, *args: Any, **kwargs: Any) -> Any:
     `OpOverload.decompose` would prefer decompositions in Python that compilers use.
     """
     return operation._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
-
-
-def _note_autocast() -> None:
-    _note("autocast")
-
-
-def _note(name: str) -> None:
-    """Note one of `REASONS`."""
-    if _acting.notes is not None:
-        _acting.notes.add(str(REASONS[name]))
 
 
 def _attention(
@@ -281,13 +268,13 @@ def _attention(
     """Choose as torch does between one fused kernel and matrix products."""
     as_written = (query, key, value, attn_mask, dropout_p, is_causal)
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-    kind = _acting.device_type
+    kind = acting.device_type
     fits = query.dim() == 4 and min(query.shape) > 0 and min(key.shape) > 0
     grouped = fits and query.shape[1] != key.shape[1]
     fits = fits and _heads_fit(query, key, value, enable_gqa=enable_gqa)
     fits = fits and all(one.stride(-1) == 1 for one in (query, key, value))
     if grouped and kind == "cpu" and not _GROUPS_ON_CPU:
-        _note("grouped_heads")
+        note("grouped_heads")
         fits = False
     alike = query.shape[-1] == key.shape[-1] == value.shape[-1]
     masked = attn_mask is not None
@@ -298,11 +285,11 @@ def _attention(
             query, key, value, 0.0, is_causal, attn_mask=_added(attn_mask, query), scale=scale
         )[0]
     if kind == "cuda":
-        _note("attention")
+        note("attention")
         flash = flash or torch.backends.cuda.cudnn_sdp_enabled()
         half = query.dtype in _HALVES
         narrow = alike and query.shape[-1] <= _WIDEST_HEAD
-        if flash and fits and narrow and half and not masked and _acting.has_flash:
+        if flash and fits and narrow and half and not masked and acting.has_flash:
             if grouped and not _GROUPS_COUNTED:
                 copies = query.shape[1] // key.shape[1]
                 key, value = (one.repeat_interleave(copies, 1) for one in (key, value))
@@ -341,7 +328,7 @@ def _heads_fit(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -
 
 def _dropout(input: Tensor, p: float, train: bool) -> Any:
     """Keep a mask of bytes on CUDA; on a CPU one in the dtype of the input."""
-    if _acting.device_type == "cuda" and train and 0 < p < 1 and input.numel():
+    if acting.device_type == "cuda" and train and 0 < p < 1 and input.numel():
         return torch.native_dropout(input, p, train)[0]
     return _taken_apart(_aten.dropout.default, input, p, train)
 
@@ -351,7 +338,7 @@ def _embedding_sparse_backward(
 ) -> Any:
     """Copy what is no padding, beside a mask: all, for the values would tell how much it is."""
     if padding_idx != -1:
-        _note("padding")
+        note("padding")
         is_picked = indices != padding_idx
         indices = indices.clone(memory_format=torch.contiguous_format).view(-1)
         grad = grad.clone(memory_format=torch.contiguous_format).view(-1, grad.shape[-1])
@@ -375,14 +362,14 @@ def _one_hot(indices: Tensor, num_classes: int = -1) -> Tensor:
 
 def _group_norm(input: Tensor, num_groups: int, *args: Any, **kwargs: Any) -> Any:
     """Let an image be in channels-last on a CPU, and make it contiguous elsewhere."""
-    if _acting.device_type != "cpu" or channels_last_of(input) is None:
+    if acting.device_type != "cpu" or channels_last_of(input) is None:
         return _taken_apart(_aten.group_norm.default, input, num_groups, *args, **kwargs)
     return group_norm_in_format(input, num_groups, *args, **kwargs)
 
 
 def _rms_norm(*args: Any, **kwargs: Any) -> Any:
-    if _acting.device_type == "cuda":
-        _note("rms_norm")
+    if acting.device_type == "cuda":
+        note("rms_norm")
     return _taken_apart(_aten.rms_norm.default, *args, **kwargs)
 
 
@@ -391,7 +378,7 @@ def _recurrent(name: str) -> Callable[..., Any]:
     operation = getattr(getattr(_aten, packet), overload)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        _note("recurrent")
+        note("recurrent")
         return _taken_apart(operation, *args, **kwargs)
 
     return run
