@@ -1,16 +1,20 @@
-"""What is on its way between partitions, and charged to its maker until it is taken."""
+"""What is on its way between partitions, and charged to its maker until it is taken.
+
+Little is on its way at once: a partition that is ahead waits, as `gpipebal.schedule.MOST_WAITING`
+says.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from gpipebal.memory.cell import Cell, Storages
-from gpipebal.schedule import Kind, Order
+from gpipebal.schedule import MOST_WAITING, Kind, Order
 from gpipebal.schedule.actions import KINDS, B, F, R
 from gpipebal.timeline import Timeline
 
@@ -43,6 +47,8 @@ class Stream:
         is_held: Whether it waits until the end of the action in which the taker frees it. If not,
             it waits until the start of a forward or a backward; but always until the end of a
             recompute.
+        most: How many of them wait at most before the maker begins another action of `kind`, where
+            `GPipe` runs it; None: any number.
     """
 
     kind: Kind
@@ -52,6 +58,7 @@ class Stream:
     only_if_recomputed: bool | None = None
     until: Kind | None = None
     is_held: bool = False
+    most: int | None = None
 
     @property
     def taken_by(self) -> Kind:
@@ -222,6 +229,11 @@ class Waiting:
             # else that comes after a pause: not even at the same time, by the clock.
             is_behind = kinds != F if self._pause else kinds == B
             until = np.minimum(until, np.append(is_behind, True).argmax())
+        if stream.most is not None:
+            # When an action begins, all but the last few of those before were taken.
+            own = np.flatnonzero(kinds == made)
+            early = micro_batches[own[: -stream.most]]
+            until[early] = np.minimum(until[early], own[stream.most :])
         if self._clock is None:
             return until
         starts = self._clock.known.starts[kinds, j, micro_batches]
@@ -294,7 +306,22 @@ def streams_of(cells: Sequence[Cell], j: int) -> list[Stream]:
             kept = cell.bytes_of(which)
             found.append(Stream("B", taker, kept, kept, only_if_recomputed=False, is_held=is_held))
         found += _kept_for_recompute(cell, cells[taker], taker, handed)
-    return [stream for stream in found if stream.n_bytes or stream.n_bytes_recomputed]
+    return [
+        replace(stream, most=_most(stream, j))
+        for stream in found
+        if stream.n_bytes or stream.n_bytes_recomputed
+    ]
+
+
+def _most(stream: Stream, j: int) -> int | None:
+    """Bound how much of a stream of partition j waits when it begins to make more of it.
+
+    From one partition to the next one, and so on to the taker, nobody is further ahead. One that
+    waits for the end of an action ends before the next one is taken.
+    """
+    if stream.taken_by != stream.kind or stream.kind == "R":
+        return None
+    return MOST_WAITING * abs(stream.taker - j) + stream.at_end
 
 
 def _let_go(cell: Cell, storages: Storages) -> Iterator[tuple[bool, Storages]]:

@@ -30,7 +30,7 @@ from gpipebal.schedule.checkpoint import (
     modes_of,
     with_recomputes,
 )
-from gpipebal.schedule.executed import gpipe_schedule, one_f_one_b_schedule
+from gpipebal.schedule.executed import MOST_WAITING, gpipe_schedule, one_f_one_b_schedule
 from gpipebal.schedule.known import (
     ALL_SCHEDULES,
     KNOWN_SCHEDULES,
@@ -61,6 +61,7 @@ __all__ = [
     "ALL_SCHEDULES",
     "CHECKPOINT_MODES",
     "KNOWN_SCHEDULES",
+    "MOST_WAITING",
     "RUN_BY_TORCH",
     "SCHEDULES",
     "STUDIED",

@@ -5,7 +5,12 @@ from __future__ import annotations
 from gpipebal.schedule.actions import Action, Schedule, check_count, check_size
 from gpipebal.schedule.checkpoint import Checkpoint, is_checkpointed, modes_of
 
-__all__ = ["gpipe_schedule", "in_two_phases", "one_f_one_b_schedule"]
+__all__ = ["MOST_WAITING", "gpipe_schedule", "in_two_phases", "one_f_one_b_schedule"]
+
+#: `GPipe` lets a partition begin a forward when fewer of its outputs than this wait for the next
+#: partition, and a backward when fewer of its gradients wait for the one before. With one, times
+#: that vary from one micro-batch to the next would make partitions wait for each other.
+MOST_WAITING = 2
 
 
 def gpipe_schedule(

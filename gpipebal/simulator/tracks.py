@@ -28,6 +28,7 @@ from gpipebal.argument_kinds import check_kind, check_list
 from gpipebal.errors import ProfileError
 from gpipebal.memory.loss import AroundLoss
 from gpipebal.memory.waiting import AT_ONCE, Stream
+from gpipebal.schedule import SCHEDULES
 from gpipebal.schedule.actions import KINDS
 from gpipebal.simulator.held import HeldBytes
 from gpipebal.timeline import EventTable, Timeline
@@ -165,9 +166,11 @@ def memory_over_time(timeline: Timeline, sizes: Sequence[HeldBytes]) -> tuple[Me
     table = timeline.table.pick(timeline.table.of_kind(KINDS))
     cells = _Cells(table, n, timeline.chunks)
     placement = np.array(timeline.placement)
+    # `place` lets a fast partition run ahead, as other tools do; in `GPipe` it waits.
+    few_wait = timeline.provenance.get("schedule") in SCHEDULES
     tracks = []
     for d, which in enumerate(_rows_of(table, placement[table.partitions], timeline.n_devices)):
-        moments = _Moments(table.pick(which), cells, AT_ONCE * timeline.makespan)
+        moments = _Moments(table.pick(which), cells, AT_ONCE * timeline.makespan, few_wait)
         partitions = np.flatnonzero(placement == d).tolist()
         for j in partitions:
             moments.follow(j, sizes[j])
@@ -201,8 +204,8 @@ class _Moments:
     action without length still takes before it gives back. What others take is placed in between.
     """
 
-    def __init__(self, own: EventTable, cells: _Cells, late: float) -> None:
-        self._own, self._cells, self._late = own, cells, late
+    def __init__(self, own: EventTable, cells: _Cells, late: float, few_wait: bool) -> None:
+        self._own, self._cells, self._late, self._few_wait = own, cells, late, few_wait
         self._recomputed = cells.recomputed[own.partitions, own.micro_batches]
         self._changes = np.zeros((len(HELD_KINDS), 2 * len(own)), dtype=np.int64)
         #: Times, places in the order, bytes.
@@ -280,17 +283,23 @@ class _Moments:
             n_bytes = np.where(recomputed == stream.only_if_recomputed, n_bytes, 0)
         times = self._cells.ends if stream.at_end else self._cells.starts
         at = times[stream.taken_by][stream.taker, micro_batches]
+        # The action that begins only when it has been taken; one past the last: there is none.
+        next_one = np.full(len(made), len(self._own))
+        if self._few_wait and stream.most is not None:
+            next_one[: -stream.most] = made[stream.most :]
+        at = np.minimum(at, np.append(self._own.starts, np.inf)[next_one])
         # What is taken as soon as it is made never waits.
         next_starts = np.append(self._own.starts, np.inf)[made + 1]
         later = at + self._late >= np.minimum(self._own.ends[made] + 2 * self._late, next_starts)
-        made, at, n_bytes = made[later], at[later], n_bytes[later]
+        made, at, n_bytes, next_one = made[later], at[later], n_bytes[later], next_one[later]
         self._changes[_WAITING, 2 * made + 1] += n_bytes
         taken = np.isfinite(at)
-        made, at, n_bytes = made[taken], at[taken], n_bytes[taken]
+        made, at, n_bytes, next_one = made[taken], at[taken], n_bytes[taken], next_one[taken]
         # After all that started before it, or at the same time, and so found it waiting.
         before = np.searchsorted(self._own.starts, at + self._late, side="right") - 1
         over = at >= self._own.ends[before]
-        places = np.maximum(4 * before + np.where(over, 3, 1), 4 * made + 3)
+        places = np.minimum(4 * before + np.where(over, 3, 1), 4 * next_one - 1)
+        places = np.maximum(places, 4 * made + 3)
         self._taken.append((at, places, n_bytes))
 
     def track(self, device: int, partitions: tuple[int, ...], fixed: int) -> MemoryTrack:

@@ -186,19 +186,19 @@ def test_what_waits_by_hand() -> None:
         [1.0, 3.0], parameter_bytes=[100] * 2, output_bytes=[10, 7], chunks=CHUNKS
     )
     forwards, backwards = waits(profile, (0, 1, 2))
-    # At 1 s the first output is only just being taken; at 3 s those of 4 and 7 s wait.
-    assert forwards == [0, 10, 10, 20, 0, 0, 0, 0]
+    # At 1 s the first output is only just being taken. With two to take, partition 0 would wait.
+    assert forwards == [0, 10, 10, 10, 0, 0, 0, 0]
     # Each gradient is taken when the next backward begins, as long as its output.
     assert backwards == [0, 0, 0, 0, 0, 10, 10, 10]
     slow_first = gb.Profile.from_costs(
         [3.0, 1.0], parameter_bytes=[100] * 2, output_bytes=[10, 7], chunks=CHUNKS
     )
-    # Partition 0 goes back in 6 s and partition 1 in 2: at 17 s two gradients are left.
-    assert waits(slow_first, (0, 1, 2))[1] == [0, 0, 0, 0, 0, 10, 10, 20]
-    # Whatever the clock, it cannot be more than all that was made and need not have been taken.
+    # Partition 0 goes back in 6 s and partition 1 in 2: it waits before it makes a third gradient.
+    assert waits(slow_first, (0, 1, 2))[1] == [0, 0, 0, 0, 0, 10, 10, 10]
+    # Whatever the clock, it cannot be more than was made and need not have been taken.
     assert waits(profile, (0, 1, 2), latest=True) == [
-        [0, 10, 20, 30, 0, 0, 0, 0],
-        [0, 0, 0, 0, 0, 10, 20, 30],
+        [0, 10, 10, 10, 0, 0, 0, 0],
+        [0, 0, 0, 0, 0, 10, 10, 10],
     ]
     # No gradient goes where nothing can be trained.
     frozen = replace(profile.layers[0], gradient_bytes=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from gpipebal.memory.waiting import Waiting
 from gpipebal.planner.assemble import CLOCK_MARGIN
 from gpipebal.planner.execution import Execution
 from gpipebal.planner.times import order_for, step_timeline
+from gpipebal.profile import SkipProfile
 from gpipebal.schedule import SCHEDULES, order_of
 from gpipebal.schedule.actions import B, F
 from gpipebal.simulator import Durations, durations_of, place
@@ -39,41 +41,41 @@ def slower(
     return place(order_for(schedule, n, profile.chunks, mode), times, pause=pause)
 
 
-def test_an_output_for_a_late_partition_by_hand() -> None:
-    """Partition 0 starts a forward each second, and partition 1 each 1.6 s, if it is behind.
+def test_a_skip_for_a_late_partition_by_hand() -> None:
+    """Partition 0 starts a forward each second, and partition 2 each 1.6 s, if it is behind.
 
-    While partition 0 computes its last output, eighth of eight, it has made seven, and partition 1
-    has begun four: at 1, 2.6, 4.2 and 5.8 s. As predicted, it has begun six and takes the
-    seventh at that moment.
+    While partition 0 computes its last output, eighth of eight, it has stashed seven times, and
+    partition 2 has begun four forwards: at 2, 3.6, 5.2 and 6.8 s. As predicted, it has begun five
+    and takes the sixth at that moment.
     """
+    profile = gb.Profile.from_costs([1.0] * 3, parameter_bytes=[4] * 3, chunks=8)
+    skip = SkipProfile("far", 0, 2, (len(profile.storages),))
+    profile = replace(profile, storages=(*profile.storages, 100), skips=(skip,))
+    clock = step_timeline(profile, range(4), Execution(8, "never", loss_inside=True))
+    cells = [Cell(profile, j, j + 1, None, False) for j in range(3)]
+    order = order_for("gpipe", 3, 8, "never")
+    assert pytest.approx(0.6) == CLOCK_MARGIN
+    exact, late, later = (
+        Waiting(cells, order, clock, margin).of_row(0)[:8] for margin in (0.0, CLOCK_MARGIN, 9.0)
+    )
+    assert exact == [0, 100, *[200] * 6]
+    assert late == [0, 100, *[200] * 3, *[300] * 3]
+    # Then partition 1 does not go on, and so partition 0 does not either.
+    assert later == [0, 100, 200, 200, *[300] * 4]
+
+
+def test_neighbours_make_one_wait_however_late_they_are() -> None:
+    """By hand: while a partition makes an output or a gradient one is left to take, and not two."""
     profile = gb.Profile.from_costs(
         [1.0, 1.0], output_bytes=[100, 0], parameter_bytes=[4, 4], chunks=8
-    )
-    options: Any = {"chunks": 8, "checkpoint": "never", "loss_inside": True}
-    clock = step_timeline(profile, (0, 1, 2), Execution(8, "never", loss_inside=True))
-    exact = partition_memory(profile, (0, 1, 2), timeline=clock, **options)
-    plan = gb.evaluate(profile, [1, 1], **options)
-    assert pytest.approx(0.6) == CLOCK_MARGIN
-    assert exact[0].waiting == 100
-    assert plan.partitions[0].memory.waiting == 300
-
-
-def test_a_gradient_for_a_late_partition_by_hand() -> None:
-    """The same on the way back: partition 1 makes gradients, which partition 0 takes late.
-
-    All forwards take no longer than a moment. Partition 1 starts its backwards at 0, 1, .. and 7 s,
-    and partition 0 at 1, 2.6, 4.2, 5.8 and 7.4 s. So two wait from 4 s on, and three at 7 s.
-    """
-    profile = gb.Profile.from_costs(
-        [1e-6] * 2, [1.0] * 2, output_bytes=[100, 0], parameter_bytes=[4, 4], chunks=8
     )
     clock = step_timeline(profile, (0, 1, 2), Execution(8, "never", loss_inside=True))
     cells = [Cell(profile, j, j + 1, None, False) for j in range(2)]
     order = order_for("gpipe", 2, 8, "never")
-    both = Waiting(cells, order, clock), Waiting(cells, order, clock, CLOCK_MARGIN)
-    exact, late = (each.of_row(1)[8:] for each in both)
-    assert exact == [0, *[100] * 7]
-    assert late == [0, *[100] * 3, *[200] * 3, 300]
+    for margin in (0.0, CLOCK_MARGIN, 9.0):
+        waiting = Waiting(cells, order, clock, margin)
+        assert waiting.of_row(0)[:8] == [0, *[100] * 7]
+        assert waiting.of_row(1)[8:] == [0, *[100] * 7]
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=SLOW)

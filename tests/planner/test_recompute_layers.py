@@ -267,8 +267,8 @@ def test_a_recompute_has_no_copies_to_spare() -> None:
     assert (b.backward_peak_bytes, b.copied_bytes) == (60 + 10 + 150, 0)
 
 
-def test_where_much_waits_the_lowest_runs_are_tried_before_it_is_given_up() -> None:
-    """A run that is dearer and lower is found if with the cheapest ones too much would wait."""
+def test_what_waits_counts_in_the_choice_of_runs() -> None:
+    """With the cheapest run an output too many would wait: one that is dearer and lower fits."""
     profile = gb.Profile(
         (
             LayerProfile("a", "Layer", 1.0, 1.0, 5.0, outputs=(1,), saved=(1, 2)),
@@ -286,10 +286,11 @@ def test_where_much_waits_the_lowest_runs_are_tried_before_it_is_given_up() -> N
         skips=(SkipProfile("own", 1, 1),),
     )
     plan = gb.evaluate(profile, [3, 1], checkpoint="never")
-    chosen = recompute_layers(profile, plan, memory_limit=[2140, None])
-    assert chosen.runs == (range(1),)
-    assert (chosen.lower_bounds[0], chosen.status) == (1.0, "feasible")
-    assert chosen.plan.partitions[0].memory.total <= 2140
+    for limit, runs, dearer in ((2140, (range(2, 3),), 1.0), (2139, (range(1),), 5.0)):
+        chosen = recompute_layers(profile, plan, memory_limit=[limit, None])
+        assert chosen.runs == runs
+        assert (chosen.lower_bounds[0], chosen.status) == (dearer, "optimal")
+        assert chosen.plan.partitions[0].memory.total <= limit
 
 
 @pytest.mark.parametrize(

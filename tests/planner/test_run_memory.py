@@ -200,7 +200,9 @@ def test_few_moments_stand_for_a_long_row(chunks: int, mode: Any) -> None:
         assert max(moment.n_graphs + moment.n_inputs for moment in moments) == chunks
 
 
-def _all_moments(row: tuple[Action, ...], ahead: int | None, **given: bool) -> list[RowMoment]:
+def _all_moments(
+    row: tuple[Action, ...], ahead: int | None, room: tuple[int, int] | None, **given: bool
+) -> list[RowMoment]:
     """Walk through a row, action by action."""
     chunks = sum(action.kind == "F" for action in row)
     recomputed = {action.micro_batch for action in row if action.kind == "R"}
@@ -216,6 +218,8 @@ def _all_moments(row: tuple[Action, ...], ahead: int | None, **given: bool) -> l
             out, back = forwards if kind == "F" or early else 0, backwards
         elif waiting and ahead is not None:
             out, back = forwards - backwards, max(0, backwards - max(0, forwards - 1 - ahead))
+        if room is not None:
+            out, back = min(out, room[0] - (kind == "F")), min(back, room[1] - (kind == "B"))
         passed = waiting * (others[0] + (kind == "B"))
         now = kind, i in recomputed, exist or backwards > 0, forwards == chunks
         found.append(RowMoment(*now, *others, out, back, passed))
@@ -243,9 +247,10 @@ def test_moments_are_the_highest_of_all_actions(
     given_as: Any = {name: data.draw(st.booleans()) for name in ("waiting", "gradients_exist")}
     given_as["loss_inside"] = schedule == "1f1b" or data.draw(st.booleans())
     ahead = None if schedule == "gpipe" else data.draw(st.sampled_from([chunks, n - j]))
+    room = data.draw(st.sampled_from([None, (2, 2), (2, 3)]))
     order = order_of(schedule, n, chunks, mode)
-    found = moments_of(order, j, ahead=ahead, **given_as)
-    every = _all_moments(order.row(j), ahead, **given_as)
+    found = moments_of(order, j, ahead=ahead, room=room, **given_as)
+    every = _all_moments(order.row(j), ahead, room, **given_as)
     assert set(found) <= set(every)
     weights = data.draw(st.lists(st.integers(0, 9), min_size=5, max_size=5))
 

@@ -308,6 +308,7 @@ class MiniBatch:
     def _run_forward(self, action: Action) -> None:
         j, _, i = action
         lane, loss = self.lanes[j], self._loss_in(j)
+        self._routes.wait_for_room(j, "F")
         packet = self._routes.take_input(j, i)
         started = self._begin(action)
         tail = None if loss is None else loss.of(i, lane, self._target_ready, self._meet)
@@ -330,6 +331,7 @@ class MiniBatch:
     def _run_backward(self, action: Action) -> None:
         j, _, i = action
         lane, loss = self.lanes[j], self._loss_in(j)
+        self._routes.wait_for_room(j, "B")
         if loss is None:
             gradients = self._routes.take_gradients(j, i)
         else:

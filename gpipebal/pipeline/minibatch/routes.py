@@ -1,11 +1,17 @@
 """Routes: how values and gradients get from one cell to another.
 
-There is one inbox per partition and direction. The values of micro-batch i are under the key i;
-those of a skip connection are under its own key and i, directly in the inbox of the partition that
-pops it, so no partition in between ever sees them::
+There is one inbox per partition and direction, with the values of micro-batch i under the key i.
+Those of skip connections have an inbox of their own, under the skip's key and i, from which the
+partition that pops them takes them, so no partition in between ever sees them::
 
     forward    caller ─▶ 0 ─▶ 1 ─▶ 2 ─▶ caller        backward  caller ◀─ 0 ◀─ 1 ◀─ 2 ◀─ caller
                          └─── skip ──▶┘                                   └◀── skip ──┘
+
+A partition that is faster than the next one does not run ahead of it without end: before a forward
+it waits until fewer than `MOST_WAITING` of its outputs are left to take, and before a backward the
+same of its gradients. So what waits needs little memory, however many micro-batches there are. It
+costs no time unless times are very uneven. Nobody waits in a circle: neighbours run forwards, and
+backwards, in one order, and what is next to take needs nothing that is made after it.
 
 What a partition takes is its own from then on: it empties the list that it found in the inbox, so
 that a sender whose call has not yet returned keeps none of the tensors alive.
@@ -24,6 +30,7 @@ from gpipebal.pipeline.values.lane import Events, Lane, Span
 from gpipebal.pipeline.values.microbatch import Packet, join_packets, split_packet
 from gpipebal.pipeline.workers.inbox import Inbox, Stop
 from gpipebal.pipeline.workers.partition import Partition
+from gpipebal.schedule import MOST_WAITING, Kind
 from gpipebal.timeline import COPY_KIND
 
 __all__ = ["Routes"]
@@ -61,13 +68,27 @@ class Routes:
         self._values = [Inbox(stop) for _ in range(len(partitions) + 1)]
         # Partition j reads element j + 1, the caller reads element 0.
         self._gradients = [Inbox(stop) for _ in range(len(partitions) + 1)]
+        self._skips, self._skip_gradients = Inbox(stop), Inbox(stop)
         # How many leaves each part of a cell's input has, to divide its gradients.
         self._parts: dict[tuple[int, int], list[int]] = {}
 
     def close(self) -> None:
         """Wake every waiting thread, after a stop; drop all values."""
-        for inbox in (*self._values, *self._gradients):
+        for inbox in (*self._values, *self._gradients, self._skips, self._skip_gradients):
             inbox.wake()
+
+    def wait_for_room(self, j: int, kind: Kind) -> None:
+        """Wait until a neighbour has taken enough for partition j to make more.
+
+        Args:
+            j: The partition.
+            kind: ``'F'`` before it makes an output, ``'B'`` before it makes gradients. The caller
+                takes those of the last and of the first partition afterwards, all at once.
+        """
+        if kind == "F" and j + 1 < len(self._partitions):
+            self._values[j + 1].wait_for_room(MOST_WAITING)
+        elif kind == "B" and j:
+            self._gradients[j].wait_for_room(MOST_WAITING)
 
     def put_input(self, i: int, packet: Packet) -> None:
         """Give micro-batch `i` to the first partition."""
@@ -79,7 +100,7 @@ class Routes:
         incoming = self._partitions[j].incoming
         if not incoming:
             return packets[0]
-        packets += [self._receive(j, i, self._values[j].take((route.key, i))) for route in incoming]
+        packets += [self._receive(j, i, self._skips.take((route.key, i))) for route in incoming]
         self._parts[j, i] = [len(packet.leaves) for packet in packets]
         return join_packets(packets)
 
@@ -91,7 +112,7 @@ class Routes:
             packet.leaves.clear()
             packet = value
             for route, skip in zip(outgoing, skips, strict=True):
-                self._values[route.destination].put((route.key, i), skip)
+                self._skips.put((route.key, i), skip)
         self._values[j + 1].put(i, packet)
 
     def take_output(self, i: int) -> Packet:
@@ -105,10 +126,10 @@ class Routes:
 
     def take_gradients(self, j: int, i: int) -> list[Any]:
         """Wait for the gradients of a cell's output, and bring them to the partition's device."""
-        keys: list[Any] = [i, *((route.key, i) for route in self._partitions[j].outgoing)]
-        received: list[Any] = []
-        for key in keys:
-            gradients, ready = self._gradients[j + 1].take(key)
+        gradients, ready = self._gradients[j + 1].take(i)
+        received = self._bring(j, i, gradients, ready)
+        for route in self._partitions[j].outgoing:
+            gradients, ready = self._skip_gradients.take((route.key, i))
             received += self._bring(j, i, gradients, ready)
         return received
 
@@ -119,7 +140,7 @@ class Routes:
             for route, size in zip(self._partitions[j].incoming, parts[1:], strict=True):
                 part = gradients[parts[0] : parts[0] + size]
                 del gradients[parts[0] : parts[0] + size]
-                self._gradients[route.source + 1].put((route.key, i), (part, ready))
+                self._skip_gradients.put((route.key, i), (part, ready))
         self._gradients[j].put(i, (gradients, ready))
 
     def take_input_gradients(self, i: int) -> _Gradients:

@@ -84,12 +84,16 @@ class Inbox:
 
     Each key is put once and taken once. A stopped inbox gives nothing out, even if it holds a
     value, so that no new cell starts after a fault.
+
+    A thread that puts faster than another one takes can wait for room, if these are the only two
+    that use the inbox, and in the same order of keys: else they might wait for each other.
     """
 
     def __init__(self, stop: Stop) -> None:
         self._values: dict[Hashable, Any] = {}
         self._changed = threading.Condition()
         self._stop = stop
+        self._is_awaited = False
 
     def put(self, key: Hashable, value: Any) -> None:
         """Leave a value. After a stop it is dropped."""
@@ -108,7 +112,25 @@ class Inbox:
             while not self._stop.is_set and key not in self._values:
                 self._changed.wait(LOOK_AROUND)
             self._stop.check()
+            if self._is_awaited:
+                self._changed.notify_all()
             return self._values.pop(key)
+
+    def wait_for_room(self, most: int) -> None:
+        """Wait until fewer than `most` values are in it.
+
+        Raises:
+            InboxClosedError: the mini-batch has been stopped.
+        """
+        # Without the lock: while this thread puts nothing, there can only be more room.
+        if len(self._values) < most:
+            return
+        with self._changed:
+            self._is_awaited = True
+            while not self._stop.is_set and len(self._values) >= most:
+                self._changed.wait(LOOK_AROUND)
+            self._is_awaited = False
+            self._stop.check()
 
     def wake(self) -> None:
         """Let every waiting thread look at the stop, and drop all values if it is set."""

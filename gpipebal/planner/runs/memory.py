@@ -8,8 +8,8 @@ micro-batches hold, and the most that the one at work needs.
 How many micro-batches wait for a busy neighbour depends on timing, and not on one run alone. So
 peaks are given without waiting, which is a lower bound for any timing, or with the most that the
 order of the actions allows, which is an upper bound. The upper bound exceeds the exact figure by
-what does not wait in fact: at most (chunks - 1) times the bytes at the run's ends, with the skip
-connections there.
+what does not wait in fact: a few times the bytes at the run's ends; with skip connections, at most
+(chunks - 1) times these bytes and those of the skips.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from gpipebal.problem import Memory
 from gpipebal.profile import LayerProfile, Profile
 from gpipebal.schedule import (
     CHECKPOINT_MODES,
+    MOST_WAITING,
+    SCHEDULES,
     CheckpointMode,
     check_schedule,
     make_schedule,
@@ -202,12 +204,17 @@ class RunMemory:
             n_partitions, partition = label + 1, 0
             # The gradient of a skip connection may wait for a much earlier partition.
             ahead = ahead if self._profile.skips else label + 1
+        room = None
+        if self._schedule in SCHEDULES and not self._profile.skips:
+            # In one memory some values wait until the end of the backward that takes them.
+            room = MOST_WAITING, MOST_WAITING + self._chain.shared_memory
         return moments_of(
             order_of(self._schedule, n_partitions, self._chunks, mode),
             partition,
             loss_inside=self._chain.loss is not None,
             waiting=self._waiting,
             ahead=ahead,
+            room=room,
             gradients_exist=self._gradients_exist,
         )
 

@@ -51,6 +51,7 @@ def moments_of(
     loss_inside: bool,
     waiting: bool = False,
     ahead: int | None = None,
+    room: tuple[int, int] | None = None,
     gradients_exist: bool = False,
 ) -> list[RowMoment]:
     """Go through the row of a partition, and keep the moments that can be the highest.
@@ -62,6 +63,8 @@ def moments_of(
         waiting: Whether to count micro-batches that may wait for a neighbour.
         ahead: How many forwards the partition before runs before it alternates between one forward
             and one backward; None: it runs all of them first.
+        room: How many outputs, and gradients, can wait at most; one fewer while another one is
+            made. None: any number.
         gradients_exist: Whether the parameters have gradients before the step.
 
     Complexity:
@@ -99,6 +102,9 @@ def moments_of(
             # the partition that it comes from has taken the gradients of much earlier ones.
             taken = np.maximum(0, forwards - 1 - ahead)
             n_given, n_returned = forwards - backwards, np.maximum(0, backwards - taken)
+        if room is not None:
+            n_given = np.minimum(n_given, room[0] - forward)
+            n_returned = np.minimum(n_returned, room[1] - backward)
     counts = np.stack([n_graphs, n_inputs, n_given, n_returned, n_passed], axis=1)
     exist, done = (backwards > 0) | gradients_exist, forwards == chunks
     ways = 8 * kinds + 4 * recomputed + 2 * exist + done
