@@ -5,7 +5,8 @@ needs have ended: a forward needs the one in the partition before, a recompute i
 backward its own forward, its recompute if there is one, and the backward in the partition after. A
 backward may come in two parts: the gradient of the input, which others wait for, and that of the
 weights, which needs the first. Nothing else costs time, unless durations of transfers, of launches
-by the host or of the optimizer are given::
+by the host or of the optimizer are given. No action waits for room, as those of `GPipe` do: a fast
+partition may be further ahead here, and the makespan is the same::
 
     # GPipe, 3 partitions, 4 micro-batches, F takes 1 clock, B takes 2: makespan 18 clocks.
     # partition 0  0123......DDCCBBAA
