@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import types
@@ -233,6 +234,22 @@ def test_a_sparse_buffer_behind_a_function_keeps_its_elements(write: Any) -> Non
     inner = Writes(torch.eye(3).to_sparse())
     model = nn.Sequential(calling(inner), nn.Linear(4, 2))
     gb.profile_model(model, torch.randn(8, 4), chunks=2, timeout=0, as_pipeline=False)
+    assert torch.equal(inner.table.to_dense(), torch.eye(3))
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+def test_a_buffer_in_the_memory_of_a_library_keeps_its_values() -> None:
+    """Also where the profile ends with an error because torch cannot tell what is written."""
+
+    class Writes(Adds):
+        def forward(self, x: Tensor) -> Tensor:
+            self.table.mul_(2)
+            return x * 1
+
+    inner = Writes(torch.eye(3).to_mkldnn())
+    model = nn.Sequential(calling(inner), nn.Linear(4, 2))
+    with contextlib.suppress(NotImplementedError):
+        gb.profile_model(model, torch.randn(8, 4), chunks=2, timeout=0, as_pipeline=False)
     assert torch.equal(inner.table.to_dense(), torch.eye(3))
 
 

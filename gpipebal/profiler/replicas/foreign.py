@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gpipebal.pipeline.layers.attributes import attributes_of
 from gpipebal.pipeline.process.eager import EagerDispatchMode
@@ -65,8 +66,11 @@ class Kept:
             self._behind.callback(module._buffers.__setitem__, name, buffer)
             if buffer is not None:
                 self._behind.callback(_put_form_back, buffer, buffer.data)
-                for part in _parts_of([buffer]):
+                parts = list(_parts_of([buffer]))
+                for part in parts:
                     self.values(part)
+                if not parts and not is_lazy(buffer):  # its memory is a library's, as oneDNN's is
+                    self._behind.callback(buffer.data.copy_, buffer.detach().clone())
 
     def values(self, tensor: Tensor) -> None:
         """Keep the memory of a tensor that is about to be written to."""
