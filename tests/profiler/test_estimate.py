@@ -315,6 +315,14 @@ def test_identical_layers_are_run_once_and_keep_their_own_storages() -> None:
     assert [layer.saved[0] for layer in profile.layers] == [0, *[o[0] for o in outputs[:3]]]
 
 
+def test_inputs_that_are_left_to_be_conjugated_are_told_apart() -> None:
+    """A layer that has to conjugate its input first costs more than one like it that need not."""
+    copies = [Apply(torch.resolve_conj) for _ in range(2)]
+    model = nn.Sequential(nn.Identity(), Apply(torch.conj), *copies)
+    profile = estimate_profile(model, torch.zeros(4, 2, dtype=torch.cfloat), rows=(), **ON_CPU)
+    assert profile.layers[3].forward_peak_bytes == 0 < profile.layers[2].forward_peak_bytes
+
+
 @pytest.mark.parametrize("name", ["convolutions", "skips", "tied", "constants", "fails"])
 def test_harmless(name: str) -> None:
     """Parameters, gradients, buffers, modes, hooks and random numbers are bit for bit as before."""

@@ -184,8 +184,9 @@ def _kind_of(tensor: Tensor) -> tuple[Hashable, ...]:
         lies = tensor.stride()
     elif not tensor.is_nested:  # sparse, or of a class with other tensors in it: these decide, too
         lies = (tensor.layout, *((tuple(part.shape), part.dtype) for part in plain_parts(tensor)))
-    # The class of a tensor decides what runs.
-    return (type(tensor), tuple(tensor.shape), lies, tensor.dtype, tensor.requires_grad)
+    # The class of a tensor decides what runs, and so does what is left to be conjugated or negated.
+    left = tensor.is_conj(), tensor.is_neg()
+    return (type(tensor), tuple(tensor.shape), lies, tensor.dtype, tensor.requires_grad, *left)
 
 
 def _with_values(tensor: Tensor) -> tuple[Hashable, ...]:
