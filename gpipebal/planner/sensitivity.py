@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import pairwise
-from typing import assert_never
+from itertools import accumulate, pairwise
+from typing import NamedTuple, assert_never
+
+import numpy as np
 
 from gpipebal.argument_kinds import plain_number
-from gpipebal.objectives import Quantity
+from gpipebal.objectives import Quantity, TimeObjective
 from gpipebal.planner.own_cost import cost_of_run
 from gpipebal.problem import Problem, Rules
 from gpipebal.schedule import CheckpointMode
@@ -17,14 +19,14 @@ from gpipebal.solvers.dense import AnyCost
 
 __all__ = ["sensitivity"]
 
+#: With more partitions that recompute every micro-batch it would take too long.
+_MOST_PATHS = 1024
 #: Simulated times that differ only by this fraction are equal.
 _ROUNDING = 1e-12
 
 Moves = tuple[tuple[float | None, float | None], ...]
-#: Bounds of a split.
-Bounds = tuple[int, ...]
 #: Tells the peak memory of every partition of a split, in bytes.
-Peaks = Callable[[Bounds], Sequence[int]]
+Peaks = Callable[[tuple[int, ...]], Sequence[int]]
 #: Tells the makespans of splits.
 Makespans = Callable[[Sequence[Sequence[int]]], Sequence[float]]
 
@@ -57,10 +59,12 @@ def sensitivity(
 
     Returns:
         For each cut, the growth if it is moved to the left, and to the right; None where that split
-        is not allowed.
+        is not allowed. Empty for more than `_MOST_PATHS` partitions that recompute every
+        micro-batch.
 
     Complexity:
-        O(K) for each move of K partitions. With `peaks` or `makespans` one call, or one split.
+        O(K) for K partitions; O(K^2) if some recompute every micro-batch. With `peaks` or
+        `makespans` one call, or one split, for each move.
 
     Example:
         >>> problem = Problem([1, 1, 1, 1], [0] * 4, [0] * 4, 2, checkpoint="never")
@@ -69,77 +73,248 @@ def sensitivity(
     """
     # Whether a move is allowed and what it costs may both depend on the peaks.
     needs = None if peaks is None else cache(peaks)
-    moved = dict(_allowed_moves(problem, bounds, modes, order, needs))
-    splits = [tuple(bounds), *moved.values()]
-    growths: list[float]
+    allowed = _Allowed(problem, bounds, modes, order, needs)
     if objective == "makespan" and makespans is not None:
-        now, *values = makespans(splits)
-        # A difference as small as the rounding of sums counts as none.
-        growths = [0.0 if math.isclose(v, now, rel_tol=_ROUNDING) else v - now for v in values]
-    elif objective == "makespan" or objective == "bottleneck":
-        costs = problem.costs
-        exact = costs.makespan if objective == "makespan" else costs.bottleneck
-        least, *units = (exact(split, modes, order) for split in splits)
-        growths = [problem.to_time(value - least) for value in units]
-    elif objective == "peak_memory":
-        assert needs is not None
-        peak, *others = (max(needs(split)) for split in splits)
-        growths = [other - peak for other in others]
-    elif objective == "cost":
-        assert cost is not None
-        growths = _growths_of_cost(cost, splits)
+        growths = _simulated(bounds, allowed, makespans)
     else:
-        assert_never(objective)
-    known = {
-        move: growth for move, growth in zip(moved, growths, strict=True) if math.isfinite(growth)
-    }
+        change = _change(problem, bounds, modes, order, objective, cost, needs)
+        if change is None:
+            return ()
+        growths = {move: change(*move) for move in _moves(bounds) if allowed(*move)}
     return tuple(
-        (known.get((j, bounds[j] - 1)), known.get((j, bounds[j] + 1)))
+        (_known(growths.get((j, bounds[j] - 1))), _known(growths.get((j, bounds[j] + 1))))
         for j in range(1, problem.n_partitions)
     )
 
 
-def _allowed_moves(
+def _known(growth: float | None) -> float | None:
+    return None if growth is None or not math.isfinite(growth) else growth
+
+
+def _moves(bounds: Sequence[int]) -> list[tuple[int, int]]:
+    """Return all moves: the partition after a cut, and where the cut is moved to."""
+    return [
+        (j, cut)
+        for j in range(1, len(bounds) - 1)
+        for cut in (bounds[j] - 1, bounds[j] + 1)
+        if bounds[j - 1] < cut < bounds[j + 1]
+    ]
+
+
+def _moved(bounds: Sequence[int], j: int, cut: int) -> tuple[int, ...]:
+    return (*bounds[:j], cut, *bounds[j + 1 :])
+
+
+class _Allowed:
+    """Tells whether a moved cut keeps rules and limits."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        bounds: Sequence[int],
+        modes: Sequence[CheckpointMode],
+        order: Sequence[int],
+        needs: Peaks | None,
+    ) -> None:
+        self._problem, self._bounds, self._modes = problem, bounds, modes
+        self._rules = problem.rules or Rules()
+        self._limits = [problem.limits[k] for k in order]
+        self._needs = needs if problem.is_limited else None
+
+    def __call__(self, j: int, cut: int) -> bool:
+        """Whether partitions j - 1 and j may be cut there."""
+        start, end = self._bounds[j - 1], self._bounds[j + 1]
+        if not (self._rules.allows(start, cut, j - 1) and self._rules.allows(cut, end, j)):
+            return False
+        # A partition that does not fit without what waits does not fit with it.
+        if not (self._fits(j - 1, start, cut) and self._fits(j, cut, end)):
+            return False
+        if self._needs is None:
+            return True
+        needed = self._needs(_moved(self._bounds, j, cut))
+        return all(
+            limit is None or need <= limit for need, limit in zip(needed, self._limits, strict=True)
+        )
+
+    def _fits(self, j: int, start: int, end: int) -> bool:
+        memory = self._problem.memory
+        return memory is None or memory.fits(start, end, j, self._modes[j], self._limits[j])
+
+
+def _simulated(
+    bounds: Sequence[int], allowed: _Allowed, makespans: Makespans
+) -> dict[tuple[int, int], float]:
+    moves = [move for move in _moves(bounds) if allowed(*move)]
+    now, *found = makespans([tuple(bounds), *(_moved(bounds, *move) for move in moves)])
+    # A difference as small as the rounding of sums counts as none.
+    return {
+        move: 0.0 if math.isclose(value, now, rel_tol=_ROUNDING) else value - now
+        for move, value in zip(moves, found, strict=True)
+    }
+
+
+def _change(
     problem: Problem,
     bounds: Sequence[int],
     modes: Sequence[CheckpointMode],
     order: Sequence[int],
+    objective: Quantity,
+    cost: AnyCost | None,
     needs: Peaks | None,
-) -> Iterator[tuple[tuple[int, int], Bounds]]:
-    """Yield moves that keep rules and limits: a cut and its new place, and the split with it."""
-    rules, memory = problem.rules or Rules(), problem.memory
-    limits = [problem.limits[k] for k in order]
-
-    def is_allowed(j: int, start: int, end: int) -> bool:
-        # A partition that does not fit without what waits does not fit with it.
-        return rules.allows(start, end, j) and (
-            memory is None or memory.fits(start, end, j, modes[j], limits[j])
-        )
-
-    for j, place in enumerate(bounds[1:-1], start=1):
-        start, end = bounds[j - 1], bounds[j + 1]
-        for cut in (place - 1, place + 1):
-            if not start < cut < end or not (
-                is_allowed(j - 1, start, cut) and is_allowed(j, cut, end)
-            ):
-                continue
-            split = (*bounds[:j], cut, *bounds[j + 1 :])
-            if needs is not None and problem.is_limited:
-                pairs = zip(needs(split), limits, strict=True)
-                if any(limit is not None and need > limit for need, limit in pairs):
-                    continue
-            yield (j, cut), split
+) -> Callable[[int, int], float] | None:
+    """Return a function for how much the objective grows if a cut is moved."""
+    if objective == "cost":
+        assert cost is not None
+        return _of_cost(cost, bounds)
+    if objective == "peak_memory":
+        assert needs is not None
+        now = max(needs(tuple(bounds)))
+        return lambda j, cut: max(needs(_moved(bounds, j, cut))) - now
+    if objective == "makespan" and "always" in modes:
+        return _of_paths(problem, bounds, modes, order)
+    if objective == "makespan" or objective == "bottleneck":
+        return _of_times(problem, bounds, modes, order, objective)
+    assert_never(objective)
 
 
-def _growths_of_cost(cost: AnyCost, splits: Sequence[Bounds]) -> list[float]:
-    """Return how much more the costliest run of each further split costs; infinity: not allowed."""
+def _of_cost(cost: AnyCost, bounds: Sequence[int]) -> Callable[[int, int], float]:
+    """Return the growth of the largest cost of a run."""
 
-    @cache
     def of(j: int, start: int, end: int) -> float:
         found = cost_of_run(cost, start, end, j)
         return math.inf if found is None else plain_number(found)
 
-    now, *values = (
-        max(of(j, start, end) for j, (start, end) in enumerate(pairwise(split))) for split in splits
-    )
-    return [value - now for value in values]
+    costs = [of(j, start, end) for j, (start, end) in enumerate(pairwise(bounds))]
+    beside = _without_two(costs)
+
+    def change(j: int, cut: int) -> float:
+        now = max(of(j - 1, bounds[j - 1], cut), of(j, cut, bounds[j + 1]), beside[j])
+        return now - max(costs)
+
+    return change
+
+
+def _without_two(values: Sequence[float]) -> list[float]:
+    """Return, for each cut, the largest of all values except those of its two sides.
+
+    Example:
+        >>> _without_two([3, 1, 2])
+        [0, 2, 3]
+    """
+    start: float = 0
+    before = list(accumulate(values, max, initial=start))
+    behind = list(accumulate(reversed(values), max, initial=start))[::-1]
+    return [0, *(max(before[j - 1], behind[j + 1]) for j in range(1, len(values)))]
+
+
+def _of_paths(
+    problem: Problem,
+    bounds: Sequence[int],
+    modes: Sequence[CheckpointMode],
+    order: Sequence[int],
+) -> Callable[[int, int], float] | None:
+    """Return the growth of the makespan where any partition may be the one that decides."""
+    if len(modes) > _MOST_PATHS:
+        return None
+    times_of, repeats = _Partitions(problem, modes, order).times_of, problem.chunks - 1
+    parts = [times_of(j, start, end) for j, (start, end) in enumerate(pairwise(bounds))]
+
+    def value(rows: Sequence[_PartTimes]) -> int:
+        # For each split again: one with a slow link or device may need larger numbers than others.
+        small = sum(map(sum, rows)) * max(1, repeats) < 2**62
+        table = np.array(rows, dtype=np.int64 if small else object)
+        # As in `Costs.makespan`: forwards up to a partition, its recompute, all backwards from it.
+        once, last_recompute, forward_phase, backward_phase, _ = table.T
+        slowest = np.maximum.accumulate(forward_phase) + np.maximum.accumulate(backward_phase)
+        return int((np.cumsum(once) + last_recompute + repeats * slowest).max())
+
+    now = value(parts)
+
+    def change(j: int, cut: int) -> float:
+        rows = list(parts)
+        rows[j - 1] = times_of(j - 1, bounds[j - 1], cut)
+        rows[j] = times_of(j, cut, bounds[j + 1])
+        return problem.to_time(value(rows) - now)
+
+    return change
+
+
+def _of_times(
+    problem: Problem,
+    bounds: Sequence[int],
+    modes: Sequence[CheckpointMode],
+    order: Sequence[int],
+    objective: TimeObjective,
+) -> Callable[[int, int], float]:
+    """Return the growth of makespan or bottleneck, from the two partitions that change."""
+    times_of, repeats = _Partitions(problem, modes, order).times_of, problem.chunks - 1
+    parts = [times_of(j, start, end) for j, (start, end) in enumerate(pairwise(bounds))]
+    #: By partition, what limits the pace of each phase and of both together.
+    paces = list(zip(*(part.paces for part in parts), strict=True))
+    beside = [_without_two(pace) for pace in paces]
+    total = sum(part.once for part in parts)
+
+    def value(once: int, forward_phase: float, backward_phase: float, load: float) -> float:
+        return (
+            load if objective == "bottleneck" else once + repeats * (forward_phase + backward_phase)
+        )
+
+    now = value(total, *map(max, paces))
+
+    def change(j: int, cut: int) -> float:
+        left, right = times_of(j - 1, bounds[j - 1], cut), times_of(j, cut, bounds[j + 1])
+        once = total - parts[j - 1].once - parts[j].once + left.once + right.once
+        most = [
+            max(here, there, others[j])
+            for here, there, others in zip(left.paces, right.paces, beside, strict=True)
+        ]
+        return problem.to_time(int(value(once, *most) - now))
+
+    return change
+
+
+class _PartTimes(NamedTuple):
+    """The scaled times of one partition, with the link that leads to it where that overlaps.
+
+    Attributes:
+        once: What a micro-batch takes on its way there and back.
+        last_recompute: The recompute of the last micro-batch.
+        forward_phase: What limits the pace of forwards.
+        backward_phase: What limits the pace of recomputes and backwards.
+        load: What limits the pace of micro-batches.
+    """
+
+    once: int
+    last_recompute: int
+    forward_phase: int
+    backward_phase: int
+    load: int
+
+    @property
+    def paces(self) -> tuple[int, int, int]:
+        """What limits a pace, which the largest partition decides."""
+        return self.forward_phase, self.backward_phase, self.load
+
+
+class _Partitions:
+    """The times of partitions of any layers, each on its device and in its mode."""
+
+    def __init__(
+        self, problem: Problem, modes: Sequence[CheckpointMode], order: Sequence[int]
+    ) -> None:
+        self._costs, self._modes, self._order = problem.costs, modes, order
+
+    def times_of(self, j: int, start: int, end: int) -> _PartTimes:
+        """Return the times of partition j with these layers."""
+        costs = self._costs
+        part = costs.part(start, end, self._order[j], self._modes[j])
+        there, back = costs.send[start], costs.give_back[start]
+        if not costs.overlaps:
+            there = back = 0
+        return _PartTimes(
+            once=part.forward + part.backward + there + back,
+            last_recompute=part.last_recompute,
+            forward_phase=max(part.forward, there),
+            backward_phase=max(part.backward + part.recompute, back),
+            load=max(part.load, there + back),
+        )
