@@ -253,6 +253,26 @@ def test_a_buffer_in_the_memory_of_a_library_keeps_its_values() -> None:
     assert torch.equal(inner.table.to_dense(), torch.eye(3))
 
 
+def test_of_a_buffer_that_is_a_part_of_a_table_that_part_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rest, of a large one, is not copied."""
+    clone, sizes = torch.UntypedStorage.clone, list[int]()
+
+    def counted(storage: Any) -> Any:
+        sizes.append(storage.nbytes())
+        return clone(storage)
+
+    monkeypatch.setattr(torch.UntypedStorage, "clone", counted)
+    table = torch.arange(10_000.0)
+    inner = Adds(table[3:7])
+    model = nn.Sequential(calling(inner), nn.Linear(4, 2))
+    gb.profile_model(model, torch.randn(8, 4), chunks=2, timeout=0, as_pipeline=False)
+    assert torch.equal(table, torch.arange(10_000.0))
+    assert inner.table.data_ptr() == table[3:].data_ptr()
+    assert max(sizes, default=0) < table.nbytes
+
+
 def test_a_graph_of_before_can_still_be_run() -> None:
     """What is put back unchanged is not written to."""
 

@@ -68,7 +68,11 @@ class Kept:
                 self._behind.callback(_put_form_back, buffer, buffer.data)
                 parts = list(_parts_of([buffer]))
                 for part in parts:
-                    self.values(part)
+                    if part.is_contiguous() and part.nbytes < part.untyped_storage().nbytes():
+                        # The rest, of a flat checkpoint perhaps, is not kept twice.
+                        self._behind.callback(part.data.copy_, part.detach().clone())
+                    else:
+                        self.values(part)
                 if not parts and not is_lazy(buffer):  # its memory is a library's, as oneDNN's is
                     self._behind.callback(buffer.data.copy_, buffer.detach().clone())
 
