@@ -158,7 +158,8 @@ class Waiting:
 
         An action starts no earlier than in the timeline, and not before the longer one before it is
         over. Where all forwards come first, a lag ends with them: at the turn the partitions that
-        are ahead have to wait.
+        are ahead have to wait. A slow partition makes those wait for room that give to it, and
+        these are late in turn.
         """
         order = self._order
         late = _Span(np.zeros(self._places.shape), np.zeros(self._places.shape))
@@ -173,7 +174,34 @@ class Waiting:
                 starts[part] = np.maximum.accumulate(starts[part] - before) + before
             late.starts[kinds, j, micro_batches] = starts
             late.ends[kinds, j, micro_batches] = starts + longer
+        for j in reversed(range(order.n_partitions - 1)):
+            self._hold_back(late, known, j, j + 1, F)
+        for j in range(1, order.n_partitions):
+            self._hold_back(late, known, j, j - 1, B)
         return late
+
+    def _hold_back(self, late: _Span, known: _Span, j: int, other: int, kind: int) -> None:
+        """Let a partition be late where it waits for room at a late neighbour.
+
+        It begins an action when the neighbour has begun all but the last few of those before. In a
+        simulated timeline it does not wait, and so takes from others earlier than in fact.
+        """
+        first, last = self._order.offsets[j : j + 2].tolist()
+        kinds, micro_batches = self._order.kinds[first:last], self._order.micro_batches[first:last]
+        own = np.flatnonzero(kinds == kind)
+        if len(own) <= MOST_WAITING:
+            return
+        starts = known.starts[kinds, j, micro_batches]
+        lengths = known.ends[kinds, j, micro_batches] - starts
+        room = late.starts[kind, other, micro_batches[own[:-MOST_WAITING]]]
+        starts[own[MOST_WAITING:]] = np.maximum(starts[own[MOST_WAITING:]], room)
+        turn = int((kinds == F).sum()) if self._forwards_first else len(kinds)
+        for part in (slice(0, turn), slice(turn, len(kinds))):
+            before = np.cumsum(lengths[part]) - lengths[part]
+            starts[part] = np.maximum.accumulate(starts[part] - before) + before
+        for times, held in ((late.starts, starts), (late.ends, starts + lengths)):
+            found = times[kinds, j, micro_batches]
+            times[kinds, j, micro_batches] = np.maximum(found, held)
 
     def of_row(self, j: int) -> list[int]:
         """Return the bytes that wait in partition j while each action of its row runs."""

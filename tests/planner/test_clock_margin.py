@@ -78,6 +78,30 @@ def test_neighbours_make_one_wait_however_late_they_are() -> None:
         assert waiting.of_row(1)[8:] == [0, *[100] * 7]
 
 
+def test_what_is_for_a_partition_that_waits_for_room_waits_too() -> None:
+    """By hand: a partition that is fast enough takes nothing while it waits for a slow one.
+
+    Partition 1 starts a forward every 2 s, and partition 2 takes each output at once, until two of
+    its own wait: partition 3 takes the second one at 4 + 8 s, or 4 + 12.8 s if it is late. Before
+    that partition 2 does not start its fourth forward, which the timeline has at 9 s. Partition 1
+    starts its fifth one at 10 s. Gradients of the opposite chain are the same.
+    """
+    for times, which in (([2.0, 1.0, 1.0, 8.0], 1), ([8.0, 1.0, 1.0, 2.0], 2)):
+        profile = gb.Profile.from_costs(
+            times, output_bytes=[100] * 3 + [0], parameter_bytes=[4] * 4, chunks=8
+        )
+        clock = step_timeline(profile, range(5), Execution(8, "never", loss_inside=True))
+        cells = [Cell(profile, j, j + 1, None, False) for j in range(4)]
+        order = order_for("gpipe", 4, 8, "never")
+        actions = slice(8) if which == 1 else slice(8, None)
+        exact, late = (
+            Waiting(cells, order, clock, margin).of_row(which)[actions]
+            for margin in (0.0, CLOCK_MARGIN)
+        )
+        assert exact == [0] * 8
+        assert late == [0] * 4 + [100] * 4
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
 @given(
     st.lists(st.floats(0.7, 1.3), min_size=2, max_size=5),
