@@ -67,8 +67,8 @@ def partition_memory(
             neighbours; of as many partitions and micro-batches. None: everything is taken at once.
         margin: By how much longer than in `timeline` the actions of any one partition may take, as
             a fraction: what waits for it until then counts too.
-        latest: Whether everything waits as long as the order of the actions lets it: no timing
-            makes more wait. It is used instead of `timeline`.
+        latest: Whether everything waits as long as the order of the actions lets it, and `GPipe`:
+            no timing makes more wait. It is used instead of `timeline`.
         gradients_exist: Whether the parameters have gradients before the step, as when those of
             several mini-batches are accumulated. For parameters that several partitions use, the
             result is then an upper bound.

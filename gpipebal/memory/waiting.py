@@ -106,8 +106,8 @@ class Waiting:
     Args:
         cells: One per partition.
         order: The actions, one partition on each device.
-        timeline: When they start; None: everything waits as long as the order of the actions lets
-            it, with any timing.
+        timeline: When they start; None: everything waits as long as the order of the actions and
+            `GPipe` let it, with any timing.
         margin: By how much longer than in the timeline the actions of any one partition may take,
             as a fraction: what others have made for it waits until then, too.
         pause: Whether the caller's loss comes between forwards and backwards; all partitions wait

@@ -126,6 +126,9 @@ def memory_over_time(timeline: Timeline, sizes: Sequence[HeldBytes]) -> tuple[Me
     second starts when the first has given back. What a partition has made for another one is its
     own until the other begins the action that takes it; if the partition's next action starts at
     the same instant, both count, so with layers that take no time the peak may be above the plan's.
+    A schedule that `GPipe` runs is placed as if partitions ran ahead without end, but what they
+    make counts as in `GPipe`, where they wait: at the latest until an action that begins only when
+    it was taken.
 
     Args:
         timeline: When every action starts and ends.
