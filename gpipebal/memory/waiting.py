@@ -168,10 +168,7 @@ class Waiting:
             kinds, micro_batches = order.kinds[own], order.micro_batches[own]
             starts = known.starts[kinds, j, micro_batches]
             longer = (1.0 + margin) * (known.ends[kinds, j, micro_batches] - starts)
-            turn = int((kinds == F).sum()) if self._forwards_first else len(kinds)
-            for part in (slice(0, turn), slice(turn, len(kinds))):
-                before = np.cumsum(longer[part]) - longer[part]
-                starts[part] = np.maximum.accumulate(starts[part] - before) + before
+            self._put_off(kinds, starts, longer)
             late.starts[kinds, j, micro_batches] = starts
             late.ends[kinds, j, micro_batches] = starts + longer
         for j in reversed(range(order.n_partitions - 1)):
@@ -195,13 +192,19 @@ class Waiting:
         lengths = known.ends[kinds, j, micro_batches] - starts
         room = late.starts[kind, other, micro_batches[own[:-MOST_WAITING]]]
         starts[own[MOST_WAITING:]] = np.maximum(starts[own[MOST_WAITING:]], room)
+        self._put_off(kinds, starts, lengths)
+        for times, held in ((late.starts, starts), (late.ends, starts + lengths)):
+            found = times[kinds, j, micro_batches]
+            times[kinds, j, micro_batches] = np.maximum(found, held)
+
+    def _put_off(
+        self, kinds: NDArray[np.integer], starts: NDArray[np.float64], lengths: NDArray[np.float64]
+    ) -> None:
+        """Let each action of a row start when those before it are over, up to the turn."""
         turn = int((kinds == F).sum()) if self._forwards_first else len(kinds)
         for part in (slice(0, turn), slice(turn, len(kinds))):
             before = np.cumsum(lengths[part]) - lengths[part]
             starts[part] = np.maximum.accumulate(starts[part] - before) + before
-        for times, held in ((late.starts, starts), (late.ends, starts + lengths)):
-            found = times[kinds, j, micro_batches]
-            times[kinds, j, micro_batches] = np.maximum(found, held)
 
     def of_row(self, j: int) -> list[int]:
         """Return the bytes that wait in partition j while each action of its row runs."""

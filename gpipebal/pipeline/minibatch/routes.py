@@ -10,8 +10,9 @@ partition that pops them takes them, so no partition in between ever sees them::
 A partition that is faster than the next one does not run ahead of it without end: before a forward
 it waits until fewer than `MOST_WAITING` of its outputs are left to take, and before a backward the
 same of its gradients. So what waits needs little memory, however many micro-batches there are. It
-costs no time unless times are very uneven. Nobody waits in a circle: neighbours run forwards, and
-backwards, in one order, and what is next to take needs nothing that is made after it.
+costs no time, unless times vary a lot from one micro-batch to the next. Nobody waits in a circle:
+neighbours run forwards, and backwards, in one order, and what is next to take needs nothing that is
+made after it.
 
 What a partition takes is its own from then on: it empties the list that it found in the inbox, so
 that a sender whose call has not yet returned keeps none of the tensors alive.
