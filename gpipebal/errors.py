@@ -82,7 +82,7 @@ class DeviceError(GpipebalError, ValueError, IndexError):
 
 
 class FileFormatError(GpipebalError, ValueError):
-    """A saved file that is unreadable, damaged, of another kind, or from a newer version."""
+    """A saved file that is unreadable, damaged, of another kind, or of another version."""
 
 
 class UnsupportedPlanError(GpipebalError, ValueError):

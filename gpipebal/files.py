@@ -1,7 +1,8 @@
 """Saved files: versioned JSON, written whole or not at all, read with suspicion.
 
 Every file that gpipebal writes is one JSON object whose first keys are ``format`` (what it is)
-and ``version`` (an int that grows when old readers would misread it).
+and ``version`` (an int that grows when old readers would misread it). Files of the versions that
+there were before the first release are not read.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ MAX_DEPTH = 32
 _LONG_SUFFIX = 100
 #: Errors of writing: a full disk, a user's share of it that is used up, a limit on a file's size.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+#: How to make a file again that was made before the first release, by its kind.
+_MADE_AGAIN = {"gpipebal-profile": "profile the model again.", "gpipebal-plan": "solve again."}
 #: How JSON writes one of the two halves of a character; most often the other one is next to it.
 _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -158,11 +161,11 @@ def _count_values(text: str) -> int:
 
 
 def read_record(path: str | os.PathLike[str], kind: str, version: int) -> dict[str, Any]:
-    """Read a JSON object whose ``format`` is `kind` and whose ``version`` is at most `version`.
+    """Read a JSON object whose ``format`` is `kind` and whose ``version`` is `version`.
 
     Raises:
         FileFormatError: the file does not exist, cannot be read, is not a JSON object, is of
-            another kind, or was written by a newer gpipebal.
+            another kind, or was written by a newer gpipebal, or before the first release.
     """
     record = read_any(path, kind)
     _check_header(path, record, kind, version)
@@ -184,8 +187,14 @@ def _check_header(
     if found > version:
         raise _refused(
             path,
-            f"has a newer format: version={found!r:.60} (this gpipebal reads up to {version}).",
+            f"has a newer format: version={found!r:.60} (this gpipebal reads {version}).",
             "upgrade gpipebal, or make the file again with this one.",
+        )
+    if found < version:
+        raise _refused(
+            path,
+            f"was made before the first release: version={found} (this gpipebal reads {version}).",
+            _MADE_AGAIN.get(kind, "make the file again."),
         )
 
 

@@ -73,14 +73,14 @@ def without_header(record: Any, kind: str, version: int) -> dict[str, Any]:
 
     Raises:
         KindError: it is not an object.
-        FileFormatError: another format, or a version that is not read here.
+        FileFormatError: another format or version.
     """
     content = object_of(record, "record")
     found, number = content.pop("format", None), content.pop("version", None)
-    if found != kind or type(number) is not int or not 1 <= number <= version:
+    if found != kind or type(number) is not int or number != version:
         raise FileFormatError(
             f"it is of another format: format={found!r:.60}, version={number!r:.60} (expected "
-            f"{kind!r}, 1 to {version})."
+            f"{kind!r}, {version})."
         )
     return content
 

@@ -86,14 +86,15 @@ def read_part(record: Any, where: str) -> PartitionPlan:
         record: What the file has.
         where: Its place in the file, for errors.
     """
-    content = fields_of(record, where, PartitionPlan, also=("memory",))
+    content = fields_of(record, where, PartitionPlan, also=PartitionPlan.__dataclass_fields__)
     for name in ("layers", "fingerprints"):
         column = path_in(where, name)
         content[name] = tuple(
             text_of(text, path_in(column, k))
             for k, text in enumerate(tuple_of(content[name], column))
         )
-    memory = fields_of(content["memory"], path_in(where, "memory"), PeakMemory)
+    every = PeakMemory.__dataclass_fields__
+    memory = fields_of(content["memory"], path_in(where, "memory"), PeakMemory, also=every)
     return PartitionPlan(**{**content, "memory": PeakMemory(**memory)})
 
 

@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 __all__ = ["Plan"]
 
 FORMAT = "gpipebal-plan"
-#: Earlier versions are still read: 1 and 2, without links, limits, orders of devices and notes; 3,
-#: without parts of backwards; 4, whose steps begin without gradients; 5, without runs; 6, without
-#: the rows of mini-batches; and 7, without the time of the optimizer.
 VERSION = 8
 
 
@@ -342,14 +339,15 @@ class Plan:
             FileFormatError: a field is missing or unknown, or has a value it cannot have.
         """
         try:
-            content = fields_of(without_header(record, FORMAT, VERSION), "", cls)
+            content = without_header(record, FORMAT, VERSION)
+            content = fields_of(content, "", cls, also=cls.__dataclass_fields__)
             parts = tuple_of(content["partitions"], "partitions")
             content["partitions"] = tuple(
                 read_part(part, path_in("partitions", j)) for j, part in enumerate(parts)
             )
             for name in ("schedule", "objective", "method"):
                 text_of(content[name], name)
-            content["provenance"] = deepcopy(object_of(content.get("provenance", {}), "provenance"))
+            content["provenance"] = deepcopy(object_of(content["provenance"], "provenance"))
             plan = cls(**content)
             check_schedule_known(plan)
             check_consistent(plan)
@@ -366,7 +364,7 @@ class Plan:
         """Read a file that `save` wrote.
 
         Raises:
-            FileFormatError: the file cannot be read, is damaged, or is from a newer gpipebal.
+            FileFormatError: the file cannot be read, is damaged, or is of another version.
         """
         return read_noun(path, FORMAT, VERSION, cls.from_dict)
 

@@ -105,7 +105,7 @@ def plot_chunks(
         entries += _draw_memory(ax, peaks, room, memory_colour)
     allowed = [k for k, peak in enumerate(peaks) if room is None or _is_within(peak, room)]
     best = min(allowed, key=times.__getitem__, default=None)
-    # Older files have no rows of the mini-batch: count those of full micro-batches.
+    # Plans made by hand may have no rows of the mini-batch: count those of full micro-batches.
     rows = sorted(plan.mini_batch_rows or plan.rows * plan.chunks for plan in plans)
     if rows[0] < rows[-1]:
         title = f"Mini-batches of {rows[0]:,} to {rows[-1]:,} rows"

@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = ["fingerprint", "is_same_layer", "is_uninitialized"]
 
-#: Fingerprints of another version tell nothing. Version 1 did not include buffers and attributes.
+#: What is hashed, and how: fingerprints of another version tell nothing.
 _VERSION = "2:"
 #: Attributes of attributes are looked at to this depth.
 _DEPTH = 4

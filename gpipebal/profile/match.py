@@ -33,7 +33,7 @@ class ProfileMatch:
         missing: Names of layers that were profiled and are not in the model.
         added: Names of layers of the model that were not profiled.
         moved: Names of layers whose order among the other layers has changed.
-        unknown: Names of layers of which the profile has no fingerprint, or one of an earlier
+        unknown: Names of layers of which the profile has no fingerprint, or one of another
             version, and of lazy layers that have no shapes yet: they match by name only.
         tied: Names of layers that share parameters with other layers than when they were profiled.
             For a profile without ties in which a layer has no fingerprint, nothing is known.
@@ -112,7 +112,7 @@ def match_profile(profile: Profile, module: Any) -> ProfileMatch:
     both = [name for name in layers if name in profiled]
     place_of = {name: place for place, name in enumerate(profile.names)}
     same = {name: is_same_layer(profiled[name], layers[name]) for name in both}
-    # Given costs, and profiles of an earlier version, know no ties, as they know no fingerprints.
+    # Given costs know no ties, as they know no fingerprints.
     knows_ties = bool(profile.ties) or None not in same.values()
     tied = _tied_otherwise(profile, layers) if knows_ties else set()
     in_order = _longest_run_in_order([place_of[name] for name in both])

@@ -316,7 +316,7 @@ class Profile:
         """Read a file that `save` wrote.
 
         Raises:
-            FileFormatError: the file cannot be read, is damaged, or is from a newer gpipebal.
+            FileFormatError: the file cannot be read, is damaged, or is of another version.
         """
         return read_noun(path, FORMAT, VERSION, cls.from_dict)
 

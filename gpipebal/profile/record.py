@@ -1,24 +1,8 @@
-"""Profiles as JSON values.
-
-Records of earlier versions are still read: version 1 (before the loss was a layer, and without skip
-connections and other sizes), version 2 (without the results of a trial as a pipeline), version 3
-(without tied parameters, and without which values have no gradient or are handed through),
-version 4 (without copies of buffers, and without how partitions side by side slow each other down),
-version 5 (without the bytes of gradients between layers), version 6 (without inputs that all
-micro-batches have in common), version 7 (without turns), version 8 (without the turns of first
-cells), version 9 (without what gradients hold that are parts of larger ones), version 10 (without
-the bytes of inputs that layers write to), version 11 (without what gradients have in common, and
-which inputs are written to), version 12 (without how much of peaks is copies of gradients that have
-memory in common), version 13 (without which outputs layers keep), version 14 (without groups of an
-optimizer) and version 15 (without the moments that peaks are of, and without which memory only
-gradients of what layers hand through lie in). What they do not tell is unknown, so that every
-storage between layers is taken to have a gradient, in memory of its own, and to be another for each
-micro-batch.
-"""
+"""Profiles as JSON values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,7 +19,6 @@ from gpipebal.profile.layer import (
     TurnTimes,
 )
 from gpipebal.records import (
-    check_missing,
     damaged,
     fields_of,
     object_of,
@@ -52,34 +35,6 @@ __all__ = ["FORMAT", "VERSION", "parts_of", "record_of"]
 
 FORMAT = "gpipebal-profile"
 VERSION = 16
-
-#: Fields that later versions have in addition: the last version without them, the place of the
-#: object that has them, and what they are taken to be where a record does not tell.
-_ADDED: Sequence[tuple[int, str, Mapping[str, Any]]] = (
-    (
-        2,
-        "step",
-        {
-            "optimizer_together": False,
-            "overhead_time": None,
-            "inside_overhead_time": None,
-            "cell_overhead_time": None,
-        },
-    ),
-    (3, "", {"without_gradient": (), "ties": ()}),
-    (4, "step", {"side_by_side": None}),
-    (6, "", {"common_inputs": ()}),
-    (7, "step", {"turns": None}),
-    (14, "step", {"optimizer_groups": ()}),
-)
-
-#: Fields of layers and skips up to version 11.
-_TOLD_ALONE = (
-    "excess_gradient_bytes",
-    "hands_back_given",
-    "gradient_is_given",
-    "value_gradient_bytes",
-)
 
 _Profile = TypeVar("_Profile", bound="Profile")
 _Part = TypeVar("_Part")
@@ -119,7 +74,7 @@ def parts_of(record: Mapping[str, Any], kind: type[_Profile]) -> _Profile:
 
 
 def _profile(record: Any, kind: type[_Profile], *, has_others: bool = True) -> _Profile:
-    content = _up_to_date(without_header(record, FORMAT, VERSION), record["version"])
+    content = without_header(record, FORMAT, VERSION)
     content = fields_of(content, "", kind, also=kind.__dataclass_fields__)
     others = tuple_of(content["other_sizes"], "other_sizes")
     if others and not has_others:
@@ -176,6 +131,7 @@ def _step(record: Any) -> StepTerms:
 
 
 def _layer(record: Any, where: str) -> LayerProfile:
+    # Small files leave out what has its default (`profiles/make.py`).
     content = fields_of(record, where, LayerProfile, also=("saved", "outputs"))
     for name in STORAGE_FIELDS:
         is_unknown = name == "gradient_storages" and content.get(name) is None
@@ -189,10 +145,10 @@ def _layer(record: Any, where: str) -> LayerProfile:
 
 
 def _skip(record: Any, where: str) -> SkipProfile:
-    content = fields_of(record, where, SkipProfile, also=("storages",))
+    content = fields_of(record, where, SkipProfile, also=SkipProfile.__dataclass_fields__)
     text_of(content["name"], path_in(where, "name"))
     content["storages"] = tuple_of(content["storages"], path_in(where, "storages"))
-    if content.get("gradient_storages") is not None:
+    if content["gradient_storages"] is not None:
         where = path_in(where, "gradient_storages")
         content["gradient_storages"] = tuple_of(content["gradient_storages"], where)
     return SkipProfile(**content)
@@ -202,87 +158,4 @@ def _tie(record: Any, where: str) -> TieProfile:
     content = fields_of(record, where, TieProfile)
     return TieProfile(
         **{**content, "layers": tuple_of(content["layers"], path_in(where, "layers"))}
-    )
-
-
-def _up_to_date(content: dict[str, Any], version: int) -> dict[str, Any]:
-    """Bring a record of an earlier version up to date.
-
-    Raises:
-        FileFormatError: it lacks a field that has to be changed, or has one of a later version.
-    """
-    check_missing(content, "", {"step": "an object"})
-    step = object_of(content["step"], "step")
-    content = {**content, "step": step}
-    if version <= 1:
-        content |= {"skips": (), "other_sizes": ()}
-        _describe_loss(step)
-    for last, where, added in _ADDED:
-        if version <= last:
-            part = step if where else content
-            for name in added:
-                if name in part:
-                    raise _too_early(where, name)
-            part |= added
-    if version <= 8 and step.get("turns") is not None:
-        step["turns"] = _with_first_turns(step["turns"])
-    if version <= 11:
-        _leave_out_told_alone(content)
-    return content
-
-
-def _describe_loss(step: dict[str, Any]) -> None:
-    """Describe the loss of a step of version 1 as a layer.
-
-    It was one time and one peak, over the mini-batch, forward and backward together.
-    """
-    own = {"loss_time": "a number or null", "loss_bytes": "a whole number or null"}
-    check_missing(step, "step", own)
-    loss_time, loss_bytes = step.pop("loss_time"), step.pop("loss_bytes")
-    loss = None
-    if loss_time is not None:
-        if type(loss_time) not in (int, float) or not 0 <= loss_time < 2**63:
-            raise ProfileError(
-                f"step has an impossible value: loss_time={loss_time!r:.60} (expected a finite "
-                "number, 0 or more)."
-            )
-        half = loss_time / 2
-        peak = 0 if loss_bytes is None else loss_bytes
-        loss = asdict(LayerProfile("loss", "loss", half, half, 0.0, backward_peak_bytes=peak))
-    step |= {"loss": None, "whole_loss": loss, "gathered": ()}
-
-
-def _with_first_turns(record: Any) -> dict[str, Any]:
-    """Say of turns up to version 8 what they were: those of the first cells of a step."""
-    turns = object_of(record, "step.turns")
-    for name in ("forward", "no_grad_forward", "backward"):
-        if f"first_{name}" in turns:
-            raise _too_early("step.turns", f"first_{name}")
-        turns[f"first_{name}"] = turns.get(name, 0.0)
-    return turns
-
-
-def _leave_out_told_alone(content: dict[str, Any]) -> None:
-    """Leave out of layers, skips and losses what they told up to version 11.
-
-    Skips keep what their gradients hold; what values have in common with them is not known.
-    """
-
-    def without(record: Any) -> Any:
-        if not isinstance(record, Mapping):
-            return record  # refused later, by its place
-        return {name: value for name, value in record.items() if name not in _TOLD_ALONE}
-
-    for name in ("layers", "skips"):
-        if name in content:
-            content[name] = [without(one) for one in tuple_of(content[name], name)]
-    step = content["step"]
-    for name in ("loss", "whole_loss"):
-        if name in step:
-            step[name] = without(step[name])
-
-
-def _too_early(where: str, name: str) -> FileFormatError:
-    return FileFormatError(
-        f"unknown field: {path_in(where, name)!r} (expected none that its version does not have)."
     )

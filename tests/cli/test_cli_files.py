@@ -108,7 +108,8 @@ def test_show_prints_json_for_machines(
         ('{"format": "gpipebal-report", "version": 1}', "is not a profile, plan or timeline"),
         ('{"gpipebal": 3}', "is not a profile, plan or timeline"),
         ("[", "is not readable JSON"),
-        ('{"format": "gpipebal-plan", "version": 1}', "plan is damaged"),
+        ('{"format": "gpipebal-plan", "version": 8}', "plan is damaged"),
+        ('{"format": "gpipebal-plan", "version": 7}', "was made before the first release"),
         ('{"format": "gpipebal-profile", "version": 99}', "newer format"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -93,14 +92,6 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert not gb.Plan.load(path).gradients_exist
         path.unlink()
     capsys.readouterr()
-
-
-def test_plans_of_version_4_are_read() -> None:
-    """They began without."""
-    plan = gb.solve(PROFILE, 2)
-    record: dict[str, Any] = {**plan.to_dict(), "version": 4}
-    del record["gradients_exist"]
-    assert gb.Plan.from_dict(record) == plan
 
 
 def test_memory_over_time_begins_with_them() -> None:

@@ -343,7 +343,7 @@ def test_numpy_numbers_are_rows() -> None:
 
 
 def without_moments(profile: Profile) -> Profile:
-    """Return a profile as earlier versions made them."""
+    """Return a profile that does not tell the moments of peaks, as those of given costs."""
     unknown: dict[str, Any] = dict.fromkeys(MOMENTS.values(), ())
     layers = tuple(replace(layer, **unknown) for layer in profile.layers)
     others = tuple(map(without_moments, profile.other_sizes))
@@ -371,7 +371,7 @@ def test_peaks_that_fall_before_they_rise_are_not_too_low_at_other_rows(
     )
     options: dict[str, Any] = {"method": "estimate", "rates": "CPU core", "progress": False}
     profile = gb.profile_model(model, sample, chunks=16, **options)
-    as_before = without_moments(profile)
+    without = without_moments(profile)
     for rows, off, least, most in ((1, 0.02, 0.98, 1.12), (16, 0, 0.995, 1.2), (32, 0, 0.995, 1.5)):
         exact = gb.profile_model(model, sample, chunks=64 // rows, rows=(), **options)
         ways = product([(0, 1, 3), (0, 2, 3)], [("gpipe", "always"), ("1f1b", "never")])
@@ -380,7 +380,7 @@ def test_peaks_that_fall_before_they_rise_are_not_too_low_at_other_rows(
                 partition_memory(
                     each, cuts, chunks=64 // rows, checkpoint=checkpoint, schedule=schedule
                 )
-                for each in (profile.at_rows(rows), as_before.at_rows(rows), exact)
+                for each in (profile.at_rows(rows), without.at_rows(rows), exact)
             )
             for one, bound, other in zip(found, bounds, wanted, strict=True):
                 assert one.total == pytest.approx(other.total, rel=off)
