@@ -193,11 +193,13 @@ def test_numbers_that_no_machine_has_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="size is not readable"):
         parse_bytes("9" * 400)
     record = Profile.from_costs([1.0]).to_dict()
-    step = {"gather_time": None, "optimizer_time": None, "loss_time": 10**400, "loss_bytes": None}
-    path = tmp_path / "old.json"
-    path.write_text(json.dumps({**record, "version": 1, "step": step}))
-    with pytest.raises(FileFormatError):
-        Profile.load(path)
+    path = tmp_path / "profile.json"
+    for part, name in ((record["layers"][0], "forward_time"), (record["step"], "gather_time")):
+        before, part[name] = part[name], 10**400
+        path.write_text(json.dumps(record))
+        with pytest.raises(FileFormatError, match=f"{name}=1000"):
+            Profile.load(path)
+        part[name] = before
     with pytest.raises(FileFormatError, match="number of partitions"):
         Timeline.from_dict({**Timeline((), 1).to_dict(), "n_partitions": 2**20})
 

@@ -316,26 +316,14 @@ def test_turns_longer_than_the_work_itself() -> None:
 
 
 def test_turns_in_files() -> None:
-    """They are kept; older files know none; values that are none are refused."""
+    """They are kept; values that are none are refused."""
     profile = corrected()
     record = profile.to_dict()
     assert Profile.from_dict(record) == profile
-    of_old = {name: v for name, v in record["step"].items() if name != "optimizer_groups"}
-    old = {**record, "version": 7, "step": of_old}
-    with pytest.raises(FileFormatError, match=r"unknown field: 'step\.turns'"):
-        Profile.from_dict(old)
-    step = {name: value for name, value in of_old.items() if name != "turns"}
-    assert Profile.from_dict({**old, "step": step}).step.turns is None
     with pytest.raises(FileFormatError, match=r"missing 'step\.turns\.no_grad_forward'"):
         Profile.from_dict({**record, "step": {**record["step"], "turns": {"forward": 1.0}}})
-    # Those of version 8 were the first ones' for any place.
-    turns = {name: value for name, value in record["step"]["turns"].items() if "first" not in name}
-    older = {**record, "version": 8, "step": {**of_old, "turns": turns}}
-    assert Profile.from_dict(older).step.turns == TurnTimes(2.0, 2.5, -1.0, -4.0, 2.0, 2.5, -4.0)
-    with pytest.raises(FileFormatError, match=r"unknown field: 'step\.turns\.first_forward'"):
-        Profile.from_dict({**old, "version": 8})
-    untold = {**of_old, "turns": None}
-    assert Profile.from_dict({**record, "version": 8, "step": untold}).step.turns is None
+    untold = {**record["step"], "turns": None}
+    assert Profile.from_dict({**record, "step": untold}).step.turns is None
     for bad in (float("nan"), float("-inf"), "1", True, 10**400):
         wrong = replace(profile.step.turns or TurnTimes(), backward=bad)  # type: ignore[arg-type]  # the test
         with pytest.raises(ProfileError, match=r"step\.turns has an impossible value: backward"):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gpipebal as gb
-from gpipebal.errors import FileFormatError, ProfileError
+from gpipebal.errors import ProfileError
 from gpipebal.planner import evaluate
 from gpipebal.profile import AloneShares, Profile, StepTerms
 from gpipebal.profiler.trial.sharing import MOST_PRESSURE, TracedCell, overlaps, pressure
@@ -182,7 +182,7 @@ def _loss() -> gb.profile.LayerProfile:
 
 
 def test_shares_are_kept_and_checked() -> None:
-    """A profile with shares is stored and read; impossible ones, and files of before, are known."""
+    """A profile with shares is stored and read; impossible ones are refused."""
     shares = AloneShares(2, forward=0.5, no_grad_forward=0.6, recompute=0.7, backward=1.0)
     profile = _profile(shares)
     record = profile.to_dict()
@@ -195,13 +195,6 @@ def test_shares_are_kept_and_checked() -> None:
     ):
         with pytest.raises(ProfileError, match=r"step\.side_by_side has an impossible"):
             _profile(replace(shares, **bad))
-    old = {**record, "version": 4}
-    del old["common_inputs"]
-    with pytest.raises(FileFormatError, match=r"unknown field: 'step\.side_by_side'"):
-        Profile.from_dict(old)
-    newer = ("side_by_side", "turns", "optimizer_groups")
-    step = {name: value for name, value in record["step"].items() if name not in newer}
-    assert Profile.from_dict({**old, "step": step}).step.side_by_side is None
     assert profile.at_rows(7).step.side_by_side == shares
 
 
