@@ -28,16 +28,13 @@ from gpipebal.units import count
 __all__ = [
     "ALL_SCHEDULES",
     "KNOWN_SCHEDULES",
-    "RUN_BY_TORCH",
     "SCHEDULES",
-    "STUDIED",
     "KnownSchedule",
     "check_known_schedule",
     "check_schedule",
     "make_schedule",
     "partitions_on_each",
     "shares_devices",
-    "study_schedule",
 ]
 
 #: Makes the rows of devices, micro-batches and checkpoint; also of ``partitions_per_device=`` where
@@ -167,20 +164,17 @@ KNOWN_SCHEDULES: dict[str, KnownSchedule] = {
 }
 
 
-class _Makers(Mapping[str, Maker]):
-    """The makers of the schedules that `GPipe` runs, or of the others, as the table has them."""
-
-    def __init__(self, *, ours: bool) -> None:
-        self._ours = ours
+class _Executed(Mapping[str, Maker]):
+    """The makers of the schedules that `GPipe` runs, as the table has them."""
 
     def __getitem__(self, name: str) -> Maker:
         known = KNOWN_SCHEDULES[name]
-        if known.is_ours is not self._ours:
+        if not known.is_ours:
             raise KeyError(name)
         return known.make
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name, known in KNOWN_SCHEDULES.items() if known.is_ours is self._ours)
+        return (name for name, known in KNOWN_SCHEDULES.items() if known.is_ours)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -190,20 +184,12 @@ class _Makers(Mapping[str, Maker]):
 
 
 #: The schedules that `GPipe` runs, by name.
-SCHEDULES: Mapping[str, Maker] = _Makers(ours=True)
-
-#: The schedules that can be simulated but are not run by `GPipe`, by name.
-STUDIED: Mapping[str, Maker] = _Makers(ours=False)
+SCHEDULES: Mapping[str, Maker] = _Executed()
 
 #: Every schedule that can be simulated: those that `GPipe` runs, then the others.
-ALL_SCHEDULES: tuple[str, ...] = (*SCHEDULES, *STUDIED)
-
-#: What torch.distributed.pipelining calls the schedules that `GPipe` does not run.
-RUN_BY_TORCH: dict[str, str] = {
-    known.name: known.torch
-    for known in KNOWN_SCHEDULES.values()
-    if known.torch is not None and not known.is_ours
-}
+ALL_SCHEDULES: tuple[str, ...] = tuple(
+    sorted(KNOWN_SCHEDULES, key=lambda name: not KNOWN_SCHEDULES[name].is_ours)
+)
 
 
 def spelled(name: object) -> object:
@@ -259,7 +245,7 @@ def check_schedule(name: object) -> str:
     known = spelled(name)
     if not isinstance(known, str) or known not in SCHEDULES:
         fix = "schedule='gpipe'."
-        if isinstance(known, str) and known in STUDIED:
+        if isinstance(known, str) and known in KNOWN_SCHEDULES:
             theirs = KNOWN_SCHEDULES[known].torch
             runs = f"torch.distributed.pipelining, as {theirs}" if theirs else "nothing known here"
             fix = (
@@ -288,42 +274,6 @@ def make_schedule(
         0F0 0B0 0F1 0B1
     """
     return KNOWN_SCHEDULES[check_schedule(name)].schedule(n_partitions, chunks, checkpoint)
-
-
-def study_schedule(
-    name: str,
-    n_devices: int,
-    chunks: int,
-    checkpoint: Checkpoint = "never",
-    *,
-    partitions_per_device: int | None = None,
-) -> Schedule:
-    """Order a mini-batch by one of the schedules of `STUDIED`.
-
-    Args:
-        name: One of `STUDIED`.
-        n_devices: Number of devices.
-        chunks: Number of micro-batches.
-        checkpoint: Which micro-batches are recomputed, in all partitions or in each.
-        partitions_per_device: How many partitions every device has; None: the smallest number
-            that the schedule is meant for: 2 where devices run several partitions, else 1.
-
-    Raises:
-        UnsupportedPlanError: there is none of this name, or `GPipe` runs it.
-        BalanceError: counts or a mode that the schedule cannot have.
-
-    Example:
-        >>> study_schedule("interleaved_1f1b", 4, 8).n_partitions
-        8
-    """
-    name = check_known_schedule(name)
-    if name not in STUDIED:
-        raise UnsupportedPlanError(
-            f"schedule is one that GPipe runs: schedule={name!r} (expected one of "
-            f"{', '.join(map(repr, STUDIED))}).\n"
-            f"Fix: make_schedule({name!r}, n_partitions, chunks)."
-        )
-    return KNOWN_SCHEDULES[name].schedule(n_devices, chunks, checkpoint, partitions_per_device)
 
 
 def shares_devices(schedule: str) -> bool:

@@ -27,11 +27,7 @@ __all__ = [
 
 
 def gpipe_in_order_schedule(
-    n_devices: int,
-    chunks: int,
-    checkpoint: Checkpoint = "never",
-    *,
-    partitions_per_device: int = 1,
+    n_devices: int, chunks: int, checkpoint: Checkpoint = "never"
 ) -> Schedule:
     """Order a mini-batch as GPipe does, but with backwards from the first micro-batch on.
 
@@ -39,11 +35,9 @@ def gpipe_in_order_schedule(
         n_devices: Number of devices, 1 or more.
         chunks: Number of micro-batches, 1 or more.
         checkpoint: Which micro-batches are recomputed, in all partitions or in each.
-        partitions_per_device: 1; no other number is possible.
 
     Raises:
-        BalanceError: a count below 1, more actions than a memory holds, several partitions per
-            device, or an unknown mode.
+        BalanceError: a count below 1, more actions than a memory holds, or an unknown mode.
 
     Source:
         torch.distributed.pipelining, ``ScheduleGPipe``.
@@ -53,12 +47,6 @@ def gpipe_in_order_schedule(
         0F0 0F1 0R0 0B0 0R1 0B1
         1F0 1F1 1R0 1B0 1R1 1B1
     """
-    if partitions_per_device != 1:
-        raise BalanceError(
-            "schedule has one partition per device: "
-            f"partitions_per_device={partitions_per_device!r} (expected 1).\n"
-            "Fix: partitions_per_device=1."
-        )
     n_devices = check_count("devices", n_devices)
     chunks = check_count("chunks", chunks)
     return in_two_phases("gpipe_in_order", n_devices, chunks, checkpoint, last_first=False)

@@ -35,8 +35,8 @@ from gpipebal.plots import (
 from gpipebal.problem import Problem, links_of, to_bounds
 from gpipebal.schedule import (
     gpipe_schedule,
+    make_schedule,
     read_torch_csv,
-    study_schedule,
     with_recomputes,
     write_torch_csv,
 )
@@ -350,7 +350,7 @@ SWAPPED: dict[str, Any] = {
     "overlaps of Link": lambda it: gb.Link(1.0, overlaps=it),
     "slowness of Device": lambda it: gb.Device(it),
     "keep_together of Rules": lambda it: gb.Rules(keep_together=it),
-    "schedule of study_schedule": lambda it: study_schedule(it, 2, 2),
+    "schedule of make_schedule": lambda it: make_schedule(it, 2, 2),
     "timeout of GPipe": lambda it: gb.GPipe(MODEL, [1, 1], timeout=it),
     "keyword_dims of GPipe": lambda it: gb.GPipe(MODEL, [1, 1], keyword_dims=it),
     "in_dims of profile_model": lambda it: gb.profile_model(MODEL, torch.ones(2, 4), in_dims=it),

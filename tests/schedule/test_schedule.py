@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -18,7 +19,7 @@ from gpipebal.profile import Profile
 from gpipebal.schedule import (
     ALL_SCHEDULES,
     CHECKPOINT_MODES,
-    SCHEDULES,
+    KNOWN_SCHEDULES,
     Action,
     CheckpointMode,
     Schedule,
@@ -26,10 +27,8 @@ from gpipebal.schedule import (
     check_count,
     gpipe_schedule,
     is_checkpointed,
-    make_schedule,
     order_of,
     partitions_on_each,
-    study_schedule,
 )
 from gpipebal.schedule.actions import MOST_CELLS, MOST_IN_COLUMNS
 from gpipebal.simulator import Durations, place
@@ -151,12 +150,11 @@ def test_gpipe_schedule_refuses_counts_below_one(n_partitions: int, chunks: int)
 @pytest.mark.parametrize("name", ALL_SCHEDULES)
 def test_schedules_that_no_memory_holds_are_refused(name: str, n_devices: int, chunks: int) -> None:
     """Before a list of so many actions is made."""
-    make = make_schedule if name in SCHEDULES else study_schedule
-    for order in (make, order_of):
+    for order in (KNOWN_SCHEDULES[name].schedule, partial(order_of, name)):
         with pytest.raises(
             BalanceError, match=r"schedule is too large: chunks=.*\nFix: "
         ) as raised:
-            order(name, n_devices, chunks)
+            order(n_devices, chunks, "never")
         fits = re.search(r"Fix: chunks=(\d+)", str(raised.value))
         if fits is not None:
             most = int(fits[1]) * n_devices * partitions_on_each(name, 2 * n_devices)

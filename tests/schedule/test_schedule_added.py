@@ -22,7 +22,6 @@ from gpipebal.errors import BalanceError, UnsupportedPlanError
 from gpipebal.schedule import (
     KNOWN_SCHEDULES,
     SCHEDULES,
-    STUDIED,
     Action,
     Checkpoint,
     KnownSchedule,
@@ -74,7 +73,6 @@ def test_the_table_knows_it(size: int) -> None:
     """Its names, what runs it, its order and its recomputes follow from the record."""
     assert check_known_schedule("By made-up name") == "rounds"
     assert "rounds" in SCHEDULES
-    assert "rounds" not in STUDIED
     assert KNOWN_SCHEDULES["rounds"].run_by == "GPipe"
     for mode in MODES:
         rows = rounds_of(size)(3, 4, mode)

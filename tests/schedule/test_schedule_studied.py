@@ -18,9 +18,7 @@ from gpipebal.schedule import (
     ALL_SCHEDULES,
     CHECKPOINT_MODES,
     KNOWN_SCHEDULES,
-    RUN_BY_TORCH,
     SCHEDULES,
-    STUDIED,
     Action,
     CheckpointMode,
     KnownSchedule,
@@ -34,7 +32,6 @@ from gpipebal.schedule import (
     make_schedule,
     one_f_one_b_schedule,
     order_of,
-    study_schedule,
     with_recomputes,
     zero_bubble_schedule,
 )
@@ -95,7 +92,7 @@ OF_TORCH = [known for known in KNOWN_SCHEDULES.values() if known.torch and known
 def test_records_name_the_class_of_torch_that_runs_them(known: KnownSchedule) -> None:
     """The rows of every schedule with a class of torch are those of that class."""
     each = known.partitions_per_device
-    mine = study_schedule(known.name, 4, 8)
+    mine = known.schedule(4, 8, "never")
     assert rows_of(mine) == torch_rows(str(known.torch), 4, 8, each)
     assert mine.n_partitions == 4 * each
 
@@ -156,10 +153,10 @@ def test_every_action_once_and_behind_what_it_needs(
 @given(data=st.data(), n=counts, m=st.integers(1, 9), name=st.sampled_from(ALL_SCHEDULES))
 def test_columns_are_the_rows(data: st.DataObject, n: int, m: int, name: str) -> None:
     """`order_of` makes, as columns, exactly the rows that the schedule's own function makes."""
-    m = m if name not in STUDIED else m * n
+    m = m if name in SCHEDULES else m * n
     each = KNOWN_SCHEDULES[name].partitions_per_device
     checkpoint = data.draw(modes | st.lists(modes, min_size=n * each, max_size=n * each))
-    rows = (study_schedule if name in STUDIED else make_schedule)(name, n, m, checkpoint)
+    rows = KNOWN_SCHEDULES[name].schedule(n, m, checkpoint)
     order = order_of(name, n, m, checkpoint)
     assert order.schedule() == rows
     again = Order.of(rows)
@@ -234,12 +231,16 @@ def test_bubbles_of_equal_partitions(n: int, groups: int, f: int, b: int) -> Non
         assert made == m * (f + b + w) + (n - 1) * (f + b - w)
 
 
-@pytest.mark.parametrize("name", list(STUDIED))
+#: Schedules that `GPipe` does not run.
+STUDIED = [name for name in ALL_SCHEDULES if name not in SCHEDULES]
+
+
+@pytest.mark.parametrize("name", STUDIED)
 def test_the_executor_refuses_what_only_torch_runs(name: str) -> None:
     """GPipe and `make_schedule` name what runs such a schedule; the simulator takes it."""
     with pytest.raises(UnsupportedPlanError, match=r"torch\.distributed\.pipelining") as error:
         check_schedule(name)
-    assert RUN_BY_TORCH[name] in str(error.value)
+    assert str(KNOWN_SCHEDULES[name].torch) in str(error.value)
     with pytest.raises(UnsupportedPlanError, match=name):
         make_schedule(name, 2, 2)
     assert name not in SCHEDULES
@@ -250,16 +251,15 @@ def test_the_executor_refuses_what_only_torch_runs(name: str) -> None:
 
 def test_unknown_names_are_refused() -> None:
     """A name that nobody knows is refused with those that exist."""
-    for make in (study_schedule, order_of):
-        with pytest.raises(UnsupportedPlanError, match=r"'2f2b' \(expected one of .*'zb_h1'"):
-            make("2f2b", 2, 2)
+    with pytest.raises(UnsupportedPlanError, match=r"'2f2b' \(expected one of .*'zb_h1'"):
+        order_of("2f2b", 2, 2)
 
 
-def test_names_are_taken_as_people_write_them_and_others_are_sent_on() -> None:
-    """What GPipe runs is made elsewhere, which the error says."""
-    assert study_schedule("Interleaved1F1B", 2, 4) == study_schedule("interleaved_1f1b", 2, 4)
-    with pytest.raises(UnsupportedPlanError, match=r"Fix: make_schedule\('gpipe', n_partitions"):
-        study_schedule("GPipe", 2, 2)
+def test_names_are_taken_as_people_write_them() -> None:
+    """Capitals, dashes and spaces do not matter."""
+    made, same = order_of("Interleaved 1F1B", 2, 4), order_of("interleaved_1f1b", 2, 4)
+    assert made.schedule() == same.schedule()
+    assert made.name == "interleaved_1f1b"
 
 
 SINGLE = [name for name in ALL_SCHEDULES if not KNOWN_SCHEDULES[name].takes_several]
@@ -274,14 +274,14 @@ def test_several_partitions_per_device_need_a_schedule_for_them(name: str) -> No
 
 
 @pytest.mark.parametrize("bad", [0, -1])
-@pytest.mark.parametrize("make", list(STUDIED.values()))
-def test_counts_below_one_are_refused(make: Any, bad: int) -> None:
+@pytest.mark.parametrize("name", STUDIED)
+def test_counts_below_one_are_refused(name: str, bad: int) -> None:
     """There is at least one device, one micro-batch, one partition on each device."""
     for arguments in ((bad, 1), (1, bad)):
         with pytest.raises(BalanceError, match=r"1 or more"):
-            make(*arguments)
+            order_of(name, *arguments)
     with pytest.raises(BalanceError, match=r"partitions_per_device"):
-        make(1, 1, partitions_per_device=bad)
+        order_of(name, 1, 1, partitions_per_device=bad)
 
 
 def test_a_schedule_knows_its_devices() -> None:

@@ -30,7 +30,6 @@ from gpipebal.schedule import (
     one_f_one_b_schedule,
     order_of,
     recomputes_of,
-    study_schedule,
 )
 from gpipebal.simulator import (
     Durations,
@@ -166,7 +165,6 @@ def test_whole_floats_are_counts_everywhere() -> None:
         assert recomputes_of(name, two, four, "never") == recomputes_of(name, 2, 4, "never")  # type: ignore[arg-type]
         with pytest.raises(BalanceError, match="=0"):
             recomputes_of(name, 0, 4, "never")
-    assert study_schedule("zb_h1", two, four) == study_schedule("zb_h1", 2, 4)  # type: ignore[arg-type]
 
 
 def test_a_grid_takes_names_of_schedules_as_others_do() -> None:
