@@ -103,41 +103,6 @@ _HOMES = {
     "verify": "gpipebal.verification",
 }
 
-_MODULES = (
-    "argument_kinds",
-    "balance",
-    "cli",
-    "compat",
-    "errors",
-    "files",
-    "html",
-    "memory",
-    "models",
-    "objectives",
-    "pipeline",
-    "plan",
-    "planner",
-    "plots",
-    "problem",
-    "profile",
-    "profiler",
-    "rates",
-    "records",
-    "report",
-    "run",
-    "schedule",
-    "schedule_comparison",
-    "side_by_side",
-    "simulator",
-    "skip",
-    "solvers",
-    "tables",
-    "text",
-    "timeline",
-    "units",
-    "verification",
-)
-
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
@@ -145,10 +110,17 @@ def __getattr__(name: str) -> Any:
         # Kept, so that the next use does not call this function again.
         globals()[name] = value
         return value
-    if name in _MODULES:
+    if name in _modules():
         return import_module(f"gpipebal.{name}")
     raise AttributeError(f"module 'gpipebal' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_MODULES})
+    return sorted({*globals(), *_HOMES, *_modules()})
+
+
+def _modules() -> set[str]:
+    """Return the names of the modules and packages that lie in this one."""
+    from pkgutil import iter_modules  # takes longer to import than all that is above
+
+    return {found.name for found in iter_modules(__path__)} - {"__main__"}

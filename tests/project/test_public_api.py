@@ -69,8 +69,14 @@ def test_every_module_is_reachable_by_name() -> None:
     root = Path(gpipebal.__file__).parent
     files = {path.stem for path in root.glob("*.py")}
     packages = {path.parent.name for path in root.glob("*/__init__.py")}
-    for name in sorted((files | packages) - {"__init__", "__main__"}):
-        assert inspect.ismodule(getattr(gpipebal, name)), name
+    names = sorted((files | packages) - {"__init__", "__main__"})
+    assert set(names) <= set(dir(gpipebal)) and "__main__" not in dir(gpipebal)
+    # In another process, where nothing has imported them.
+    code = f"import gpipebal; print([n for n in {names} if not hasattr(gpipebal, n)])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"
 
 
 def test_unknown_name_is_an_attribute_error() -> None:
