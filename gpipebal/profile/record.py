@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpipebal.errors import FileFormatError, ProfileError
-from gpipebal.profile.checks import STORAGE_FIELDS, TEXT_FIELDS
 from gpipebal.profile.layer import (
-    MOMENTS,
     AloneShares,
     LayerProfile,
     SkipProfile,
@@ -92,9 +91,9 @@ def _profile(record: Any, kind: type[_Profile], *, has_others: bool = True) -> _
         rows=content["rows"],
         mini_batch_rows=content["mini_batch_rows"],
         chunks=content["chunks"],
-        step=_step(content["step"]),
-        skips=_each(_skip, content["skips"], "skips"),
-        ties=_each(_tie, content["ties"], "ties"),
+        step=_step(content["step"], "step"),
+        skips=_each(partial(_part, SkipProfile), content["skips"], "skips"),
+        ties=_each(partial(_part, TieProfile), content["ties"], "ties"),
         other_sizes=tuple(_other(other, kind, k) for k, other in enumerate(others)),
         provenance=deepcopy(object_of(content["provenance"], "provenance")),
     )
@@ -113,49 +112,43 @@ def _each(make: Callable[[Any, str], _Part], records: Any, where: str) -> tuple[
     return tuple(make(one, path_in(where, k)) for k, one in enumerate(tuple_of(records, where)))
 
 
-def _step(record: Any) -> StepTerms:
-    content = fields_of(record, "step", StepTerms, also=StepTerms.__dataclass_fields__)
-    for name in ("loss", "whole_loss"):
-        if content[name] is not None:
-            content[name] = _layer(content[name], path_in("step", name))
+def _step(record: Any, where: str) -> StepTerms:
+    content = fields_of(record, where, StepTerms, also=StepTerms.__dataclass_fields__)
     kinds: Mapping[str, Any] = {"side_by_side": AloneShares, "turns": TurnTimes}
     for name, kind in kinds.items():
         if content[name] is not None:
-            every = kind.__dataclass_fields__
-            part = fields_of(content[name], path_in("step", name), kind, also=every)
-            content[name] = kind(**part)
-    content["gathered"] = tuple_of(content["gathered"], "step.gathered")
+            content[name] = _part(kind, content[name], path_in(where, name))
+    for name in ("loss", "whole_loss"):
+        if content[name] is not None:
+            content[name] = _layer(content[name], path_in(where, name))
+    content["gathered"] = tuple_of(content["gathered"], path_in(where, "gathered"))
     groups = content["optimizer_groups"]
-    content["optimizer_groups"] = _each(tuple_of, groups, "step.optimizer_groups")
+    content["optimizer_groups"] = _each(tuple_of, groups, path_in(where, "optimizer_groups"))
     return StepTerms(**content)
 
 
 def _layer(record: Any, where: str) -> LayerProfile:
     # Small files leave out what has its default (`profiles/make.py`).
-    content = fields_of(record, where, LayerProfile, also=("saved", "outputs"))
-    for name in STORAGE_FIELDS:
-        is_unknown = name == "gradient_storages" and content.get(name) is None
-        if name in content and not is_unknown:
-            content[name] = tuple_of(content[name], path_in(where, name))
-    for name in MOMENTS.values():
-        content[name] = tuple_of(content.get(name, ()), path_in(where, name))
-    for name in TEXT_FIELDS:
-        text_of(content.get(name, ""), path_in(where, name))
-    return LayerProfile(**content)
+    return _part(LayerProfile, record, where, also=("saved", "outputs"))
 
 
-def _skip(record: Any, where: str) -> SkipProfile:
-    content = fields_of(record, where, SkipProfile, also=SkipProfile.__dataclass_fields__)
-    text_of(content["name"], path_in(where, "name"))
-    content["storages"] = tuple_of(content["storages"], path_in(where, "storages"))
-    if content["gradient_storages"] is not None:
-        where = path_in(where, "gradient_storages")
-        content["gradient_storages"] = tuple_of(content["gradient_storages"], where)
-    return SkipProfile(**content)
+def _part(kind: type[_Part], record: Any, where: str, also: Collection[str] | None = None) -> _Part:
+    """Make a part of a profile, whose numbers are checked later.
 
-
-def _tie(record: Any, where: str) -> TieProfile:
-    content = fields_of(record, where, TieProfile)
-    return TieProfile(
-        **{**content, "layers": tuple_of(content["layers"], path_in(where, "layers"))}
-    )
+    Args:
+        kind: Its class.
+        record: Its record.
+        where: Its place in the file.
+        also: Fields that must be there although they have defaults; None: all.
+    """
+    every: Mapping[str, Any] = kind.__dataclass_fields__  # type: ignore[attr-defined]
+    content = fields_of(record, where, kind, also=every if also is None else also)
+    for name, value in content.items():
+        field = every[name]
+        if value is None and field.default is None:
+            continue
+        if field.type.startswith("tuple"):
+            content[name] = tuple_of(value, path_in(where, name))
+        elif field.type == "str":
+            text_of(value, path_in(where, name))
+    return kind(**content)
