@@ -12,7 +12,7 @@ from html import escape
 from typing import Any, NamedTuple
 
 from gpipebal.text import one_line
-from gpipebal.units import count, format_bytes, format_percent, format_seconds, not_shown
+from gpipebal.units import count, format_bytes, format_percent, format_seconds, not_shown, slowest
 
 __all__ = ["Bar", "plan_html", "profile_html", "table", "timeline_html"]
 
@@ -102,9 +102,8 @@ def table(
 def profile_html(profile: Any) -> str:
     """Write a profile: the slowest layers, in the order of the chain, with their times as bars."""
     layers = profile.layers
-    by_time = sorted(range(len(layers)), key=lambda k: -layers[k].time)
-    shown = sorted(by_time[:_MOST_ROWS])
-    longest = layers[by_time[0]].time or 1.0
+    times = [layer.time for layer in layers]
+    shown, longest = slowest(times, _MOST_ROWS), max(times) or 1.0
     rows: list[list[str | Bar]] = [
         [
             str(k),
@@ -120,12 +119,7 @@ def profile_html(profile: Any) -> str:
     ]
     footer = []
     if len(shown) < len(layers):
-        total = sum(layer.time for layer in layers)
-        rest = sum(layers[k].time for k in by_time[_MOST_ROWS:])
-        footer.append(
-            f"{not_shown('layer', [layer.time for layer in layers], _MOST_ROWS)}: together "
-            f"{format_percent(rest / total if total else 0.0)}"
-        )
+        footer.append(not_shown("layer", times, _MOST_ROWS, with_share=True))
     return table(
         str(profile),
         ["layer", "name", "kind", "time", "forward", "backward", "parameters", "saved"],
@@ -143,9 +137,7 @@ def plan_html(plan: Any) -> str:
     """
     parts = plan.partitions
     times = [plan.micro_batch_time(j) for j in range(len(parts))]
-    longest = max(times) or 1.0
-    by_time = sorted(range(len(parts)), key=lambda j: -times[j])
-    shown = sorted(by_time[:_MOST_ROWS])
+    shown, longest = slowest(times, _MOST_ROWS), max(times) or 1.0
     rows: list[list[str | Bar]] = []
     for j in shown:
         part = parts[j]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from gpipebal.argument_kinds import check_kind, check_whole
 from gpipebal.profile import LayerProfile, Profile
 from gpipebal.text import aligned, one_line
-from gpipebal.units import count, format_bytes, format_percent, format_seconds, not_shown
+from gpipebal.units import count, format_bytes, format_percent, format_seconds, not_shown, slowest
 
 __all__ = ["profile_table"]
 
@@ -43,17 +43,12 @@ parameters 0 B
     """
     check_kind("profile", profile, Profile)
     n_layers = check_whole("n_layers", n_layers)
-    total = sum(layer.time for layer in profile.layers)
-    by_time = sorted(range(profile.n_layers), key=lambda k: -profile.layers[k].time)
-    shown = sorted(by_time[: max(0, n_layers)])
+    times = [layer.time for layer in profile.layers]
+    total, shown = sum(times), slowest(times, n_layers)
     rows = [_COLUMNS, *(_row(profile, k, profile.layers[k], total) for k in shown)]
     lines = [str(profile), *aligned(rows, left=(1, 2))]
     if len(shown) < profile.n_layers:
-        rest = sum(profile.layers[k].time for k in by_time[len(shown) :])
-        lines.append(
-            f"{not_shown('layer', [layer.time for layer in profile.layers], len(shown))}: together "
-            f"{format_percent(rest / total if total else 0.0)}."
-        )
+        lines.append(f"{not_shown('layer', times, len(shown), with_share=True)}.")
     lines += _step_lines(profile)
     for flag in _texts(profile.provenance.get("flags")):
         reasons = _reasons(profile) if flag.endswith(_ELSEWHERE) else []

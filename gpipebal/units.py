@@ -23,6 +23,7 @@ __all__ = [
     "not_shown",
     "parse_bytes",
     "seconds_unit",
+    "slowest",
 ]
 
 _UNITS_PER_SECOND = {"ps": 1e12, "ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0}
@@ -133,8 +134,19 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
-def not_shown(noun: str, times: Sequence[float], n_shown: int) -> str:
-    """Say how many rows are left out of a table that shows those with the most time.
+def slowest(times: Sequence[float], n_shown: int) -> list[int]:
+    """Choose the rows with the most time for a table, in their order; of equal ones the first.
+
+    Example:
+        >>> slowest([1.0, 4.0, 2.0, 1.0], 3)
+        [0, 1, 2]
+    """
+    by_time = sorted(range(len(times)), key=lambda k: -times[k])
+    return sorted(by_time[: max(0, n_shown)])
+
+
+def not_shown(noun: str, times: Sequence[float], n_shown: int, *, with_share: bool = False) -> str:
+    """Say how many rows a table of the `slowest` leaves out, and perhaps their share of all time.
 
     Example:
         >>> not_shown("layer", [1.0, 4.0, 2.0], 2), not_shown("partition", [3.0, 3.0, 3.0], 1)
@@ -143,7 +155,11 @@ def not_shown(noun: str, times: Sequence[float], n_shown: int) -> str:
     in_order = sorted(times, reverse=True)
     is_less = not n_shown or in_order[n_shown] < in_order[n_shown - 1]
     less = "less" if is_less else "no more"
-    return f"{count(len(times) - n_shown, noun)} with {less} time not shown"
+    text = f"{count(len(times) - n_shown, noun)} with {less} time not shown"
+    if with_share:
+        share = sum(in_order[n_shown:]) / (sum(times) or 1.0)
+        text += f": together {format_percent(share)}"
+    return text
 
 
 def parse_bytes(text: float | str, name: str = "size") -> int:
