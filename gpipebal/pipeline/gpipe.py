@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Never
 
 from torch import Tensor, nn
 
@@ -136,8 +136,10 @@ class GPipe(Container):
         out_dims: Any = 0,
         threads_per_partition: int | None = None,
         timeout: float | None = None,
+        **others: Never,
     ) -> None:
         super().__init__()
+        chain.check_settings(others, GPipe.__init__.__kwdefaults__ or {})
         self.chunks, self.checkpoint = chunks, checkpoint
         self.schedule, self.timeout = "gpipe", timeout
         layers = chain.layers_of(module)
@@ -179,6 +181,7 @@ class GPipe(Container):
         out_dims: Any = 0,
         threads_per_partition: int | None = None,
         timeout: float | None = None,
+        **others: Never,
     ) -> GPipe:
         """Make the pipeline that a plan describes.
 
@@ -196,17 +199,20 @@ class GPipe(Container):
             out_dims: As for `GPipe`.
             threads_per_partition: As for `GPipe`.
             timeout: As for `GPipe`.
+            others: Not accepted: balance, chunks, checkpoint and schedule are the plan's.
 
         Warns:
             UserWarning: the partitions will have another number of threads than the layers were
                 profiled with, a layer has changed since, or rows lie along another dimension.
 
         Raises:
+            KindError: `plan` is not a Plan, or something is given that it has itself.
             UnsupportedPlanError: the plan has a schedule other than ``'gpipe'`` and ``'1f1b'``.
             BalanceError: the plan's layers are not the module's, or the module has other runs.
             GpipebalError: as for `GPipe`.
         """
         planned.check_plan_schedule(plan)
+        planned.check_plan_settings(plan, others, GPipe.from_plan.__kwdefaults__ or {})
         planned.check_plan_names(plan, list(chain.layers_of(module)))
         deferred = check_flag("deferred_batch_norm", deferred_batch_norm)
         pipe = cls(

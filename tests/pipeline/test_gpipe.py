@@ -19,7 +19,7 @@ from chains import batchnorm_chain
 from torch import Tensor, nn
 
 import gpipebal as gb
-from gpipebal.errors import BalanceError, GpipebalError, PipelineError
+from gpipebal.errors import BalanceError, GpipebalError, KindError, PipelineError
 from gpipebal.pipeline import GPipe
 from gpipebal.pipeline.workers.runtime import Runtime
 
@@ -280,6 +280,45 @@ def test_from_plan_runs_the_plan() -> None:
     plan = gb.solve(profile, 2, checkpoint="always")
     pipe = GPipe.from_plan(chain(), plan, threads_per_partition=1)
     assert (pipe.balance, pipe.chunks, pipe.checkpoint) == ([2, 1], 3, "always")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("chunks", 8), ("checkpoint", "never"), ("balance", [1, 2]), ("schedule", "1f1b")],
+)
+def test_from_plan_refuses_what_a_plan_has_itself(name: str, value: Any) -> None:
+    """The error says how to get such a plan, or how to do without one; both ways work."""
+    profile = gb.Profile.from_costs([1.0, 1.0, 2.0], names=["first", "act", "second"], chunks=3)
+    plan = gb.solve(profile, 2, checkpoint="always")
+    own: Any = {"threads_per_partition": 1, name: value}
+    with pytest.raises(KindError, match=rf"a plan has {name} of its own: {name}=") as error:
+        GPipe.from_plan(chain(), plan, **own)
+    known: dict[str, Any] = {**vars(gb.planner), "GPipe": GPipe, "profile": profile, "plan": plan}
+    fix = str(error.value).partition("\nFix: ")[2].removesuffix(".")
+    way, _, other = fix.partition(", whose plan has it; or ")
+    found = getattr(eval(way, known), name)
+    assert (list(found) if name == "balance" else found) == value
+    x, pipe = torch.ones(8, 3), GPipe.from_plan(chain(), plan, threads_per_partition=1)
+    known |= {"model": chain(), "pipe": pipe, "x": x, "y": torch.ones(8, 2)}
+    made = eval(other, {**known, "loss_fn": nn.functional.mse_loss})
+    if name == "schedule":
+        assert made.requires_grad is False
+    else:
+        kept = {"balance": plan.balance, "chunks": 3, "checkpoint": "always", name: value}
+        assert {k: getattr(made, k) for k in kept} == {**kept, "balance": list(kept["balance"])}
+
+
+def test_settings_that_a_pipeline_does_not_have_are_refused() -> None:
+    """A schedule is one of `step`; of a slip the name that may be meant is said."""
+    schedule: Any = {"schedule": "1f1b"}
+    with pytest.raises(KindError, match=r"Fix: pipe\.step\(x, .*schedule='1f1b'\)\."):
+        GPipe(chain(), [1, 2], **schedule)
+    slip: Any = {"device": "cpu"}
+    with pytest.raises(KindError, match=r"GPipe has no argument 'device' .*\nFix: devices="):
+        GPipe(chain(), [1, 2], **slip)
+    plan = gb.solve(gb.Profile.from_costs([1.0] * 3, names=["first", "act", "second"]), 2)
+    with pytest.raises(KindError, match=r"GPipe\.from_plan has no argument 'device' "):
+        GPipe.from_plan(chain(), plan, **slip)
 
 
 @pytest.mark.parametrize("options", [{"loss_inside": True}, {"schedule": "1f1b"}])

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from gpipebal.argument_kinds import is_list
-from gpipebal.errors import BalanceError, ModelError, PipelineError
+from gpipebal.argument_kinds import check_options, is_list
+from gpipebal.errors import BalanceError, KindError, ModelError, PipelineError
 from gpipebal.pipeline.layers.container import Container
 from gpipebal.pipeline.layers.own import own_forward
 from gpipebal.plan import Plan
@@ -24,6 +24,7 @@ __all__ = [
     "check_keywords",
     "check_number",
     "check_one_input",
+    "check_settings",
     "check_step_input",
     "first_difference",
     "layers_of",
@@ -139,6 +140,26 @@ def check_number(n_layers: int, balance: list[int]) -> None:
             f"{sum(balance)}, the sum of its balance).\n"
             "Fix: change the nn.Sequential, and make another pipeline of it."
         )
+
+
+def check_settings(others: Mapping[str, object], known: Mapping[str, object]) -> None:
+    """Refuse settings that a pipeline does not have.
+
+    Args:
+        others: What was given besides those that it has.
+        known: Those that it has, by name.
+
+    Raises:
+        KindError: there is one.
+    """
+    if "schedule" in others:
+        schedule = f"schedule={others['schedule']!r:.60}"
+        raise KindError(
+            f"GPipe takes no schedule: {schedule} (expected it in a step, which has the loss "
+            "inside; a call runs all forwards before the caller's loss).\n"
+            f"Fix: pipe.step(x, target=y, loss_fn=loss_fn, {schedule})."
+        )
+    check_options(others, known, "GPipe")
 
 
 def check_one_input(input: Any, others: Sequence[object], keywords: dict[str, Any]) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipebal.argument_kinds import check_kind
-from gpipebal.errors import BalanceError
+from gpipebal.argument_kinds import check_kind, check_options
+from gpipebal.errors import BalanceError, KindError
 from gpipebal.pipeline.layers.chain import first_difference, layers_of
 from gpipebal.pipeline.layers.deferral import defer_layers
 from gpipebal.pipeline.layers.modules import shallow_copy
@@ -24,6 +24,7 @@ from gpipebal.units import count
 __all__ = [
     "check_plan_names",
     "check_plan_schedule",
+    "check_plan_settings",
     "is_for_step",
     "plan_warnings",
     "warn_of_call",
@@ -56,6 +57,37 @@ def check_plan_names(plan: Plan, names: Sequence[str]) -> None:
             f"has {len(names)}; layer {k} is {planned} in the plan and {own} in the module.\n"
             "Fix: profile this module and solve again."
         )
+
+
+def check_plan_settings(
+    plan: Plan, others: Mapping[str, object], known: Mapping[str, object]
+) -> None:
+    """Refuse settings beside a plan that it has itself, or that there are not.
+
+    Args:
+        plan: The plan.
+        others: What was given besides the settings that a plan leaves open.
+        known: Those that it leaves open, by name.
+
+    Raises:
+        KindError: there is one.
+    """
+    own = {name: f"plan.{name}" for name in ("balance", "chunks", "checkpoint", "schedule")}
+    for name, value in others.items():
+        if name in own:
+            given = f"{value!r:.60}"
+            way = f"solve(profile, {plan.n_partitions}, {name}={given})"
+            way = f"evaluate(profile, {given})" if name == "balance" else way
+            use = {**own, name: given}
+            other = "GPipe(model, {balance}, chunks={chunks}, checkpoint={checkpoint})"
+            if name == "schedule":
+                other = "pipe.step(x, target=y, loss_fn=loss_fn, schedule={schedule})"
+            raise KindError(
+                f"a plan has {name} of its own: {name}={given} (expected none beside a plan with "
+                f"{name}={getattr(plan, name)!r:.60}).\n"
+                f"Fix: {way}, whose plan has it; or {other.format(**use)}."
+            )
+    check_options(others, known, "GPipe.from_plan")
 
 
 def with_runs_of(plan: Plan, module: nn.Module, deferred: bool = False) -> nn.Module:
