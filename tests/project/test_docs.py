@@ -37,9 +37,11 @@ PICTURES = {
     for words, content in BLOCK.findall(text)
     if words.startswith("{picture}")
 }
+#: What other parts of the package need, and no user.
+INTERNAL = {"contents", "copies"}
 #: What is public beside the names of `gpipebal` itself.
 MODULES = [
-    *(f"gpipebal.{name}" for name in gb._MODULES),
+    *(f"gpipebal.{name}" for name in sorted(gb._modules() - INTERNAL)),
     "gpipebal.profiler.estimate",
     *(f"gpipebal.compat.torchgpipe{name}" for name in ("", ".balance", ".skip", ".batchnorm")),
 ]
