@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +96,7 @@ class SideBySide:
             some, or one of the two was not given.
         by_profile: Whether the plans' predictions are of a training step, from a profile.
         other_layers: The plans whose layers are not those of the first plan.
+        doubts: What timelines tell of being of another model than the plans, in sentences.
     """
 
     rows: tuple[Compared, ...]
@@ -104,6 +105,7 @@ class SideBySide:
     why_no_cells: str = ""
     by_profile: bool = False
     other_layers: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per plan or timeline."""
@@ -119,6 +121,7 @@ class SideBySide:
             "why_no_cells": self.why_no_cells,
             "by_profile": self.by_profile,
             "other_layers": list(self.other_layers),
+            "doubts": list(self.doubts),
         }
 
     def __str__(self) -> str:
@@ -149,6 +152,7 @@ class SideBySide:
                 f"Note: {', '.join(self.other_layers)}: layers differ from those of {first_plan}, "
                 "so this compares models, not splits of one."
             )
+        text += [f"Note: {doubt}" for doubt in self.doubts]
         if self.cells:
             rows = [["partition", "cell", "predicted", "measured", "measured is"]]
             rows += [
@@ -194,7 +198,6 @@ def set_side_by_side(
 
     Example:
         >>> from gpipebal.planner import evaluate
-        >>> from gpipebal.profile import Profile
         >>> profile = Profile.from_costs([1.0, 1.0, 2.0], chunks=4)
         >>> both = {str(b): evaluate(profile, b, checkpoint="never") for b in ([1, 2], [2, 1])}
         >>> [(row.name, row.makespan) for row in set_side_by_side(both).rows]
@@ -234,9 +237,8 @@ def set_side_by_side(
     }
     rows = tuple(_row(name, noun, timelines[name]) for name, noun in nouns.items())
     plans = {name: noun for name, noun in nouns.items() if isinstance(noun, Plan)}
-    others = tuple(
-        name for name, plan in plans.items() if _differ(plan, next(iter(plans.values())))
-    )
+    of_plans = list(plans.values())
+    others = tuple(name for name, plan in plans.items() if _differ(plan, of_plans[0]))
     predicted = next((name for name in nouns if timelines[name].source == "simulated"), None)
     measured = next((name for name in nouns if timelines[name].source == "measured"), None)
     why, cells = "", tuple[CellTime, ...]()
@@ -250,6 +252,7 @@ def set_side_by_side(
         why_no_cells=why,
         by_profile=profile is not None,
         other_layers=others,
+        doubts=tuple(_doubts(nouns, of_plans)),
     )
 
 
@@ -266,6 +269,25 @@ def _differ(plan: Plan, first: Plan) -> bool:
         for a, b in zip(prints, of_first, strict=False)
     )
     return changed or plan.names != first.names
+
+
+def _doubts(nouns: Mapping[str, Plan | Timeline], plans: Sequence[Plan]) -> Iterator[str]:
+    """Say which timelines may be of another model than the plans, as far as they tell."""
+    profiles = [_told_apart(plan.provenance) for plan in plans]
+    for name, noun in nouns.items():
+        if isinstance(noun, Plan) or not plans:
+            continue
+        if noun.n_partitions not in {plan.n_partitions for plan in plans}:
+            number = count(noun.n_partitions, "partition")
+            yield f"{name} has {number}, as no plan here: another split, or another model."
+        costs = noun.provenance.get("costs")
+        if isinstance(costs, Mapping) and _told_apart(costs) not in profiles:
+            yield f"{name} has the costs of another profile than the plans, or another model's."
+
+
+def _told_apart(provenance: Mapping[str, Any]) -> list[Any]:
+    """Return what tells profiles apart; other entries change with chunks and quantiles."""
+    return [provenance.get(name) for name in ("method", "device", "date")]
 
 
 def _predicted(name: str, plan: Plan, profile: Profile | None, has_pause: bool) -> Timeline:
@@ -329,10 +351,7 @@ def _loss_inside(noun: Plan | Timeline) -> bool | None:
 def _why_no_cells(predicted: Timeline, of_predicted: Plan | Timeline, measured: Timeline) -> str:
     """Say why two timelines do not have the same cells; empty if they have.
 
-    Args:
-        predicted: A simulated timeline.
-        of_predicted: The plan that it is of, or itself.
-        measured: A measured timeline.
+    The prediction may be that of a plan, which is `of_predicted` then, and else itself.
     """
     for what, one, other in (
         ("partitions", predicted.n_partitions, measured.n_partitions),

@@ -324,6 +324,38 @@ def test_compare_says_that_plans_are_of_other_layers(
     assert record["other_layers"] == ["other"]
 
 
+def test_compare_says_that_a_timeline_may_be_of_another_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the number of its partitions, and by the profile that its costs are from."""
+
+    def saved(name: str, n: int, device: str, date: str) -> list[str]:
+        provenance = {"method": "measure", "device": device, "date": date}
+        plan = solve(replace(PROFILE, provenance=provenance), n, chunks=8)
+        plan.save(tmp_path / f"{name}-plan.json")
+        simulate(plan).save(tmp_path / f"{name}.json")
+        replace(simulate(plan), source="measured", provenance={}).save(
+            tmp_path / f"{name}-run.json"
+        )
+        return [str(tmp_path / f"{name}{end}.json") for end in ("-plan", "", "-run")]
+
+    one, other, four = (
+        saved("one", 2, "A100", "2026-01-01"),
+        saved("other", 2, "A100", "2026-01-02"),
+        saved("four", 4, "A100", "2026-01-01"),
+    )
+    assert "Note" not in _said(["compare", *one], capsys)
+    assert "Note" not in _said(["compare", *one, *four], capsys)  # there is a plan for each
+    assert "Note" not in _said(["compare", one[1], four[1]], capsys)  # and here there is none
+    said = _said(["compare", one[0], four[1], four[2]], capsys)
+    text = "has 4 partitions, as no plan here: another split, or another model."
+    assert f"\nNote: four {text}\nNote: four-run {text}\n" in f"{said}\n"
+    said = _said(["compare", one[0], other[1], other[2]], capsys)
+    assert said.count("\nNote: ") == 1 and "Note: other has the costs of another profile" in said
+    record = json.loads(_said(["compare", one[0], four[2], "--json"], capsys))
+    assert record["doubts"] == [f"four-run {text}"]
+
+
 def test_compare_sets_prediction_beside_measurement(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
