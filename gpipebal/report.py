@@ -12,10 +12,14 @@ from gpipebal.files import write_record
 from gpipebal.text import aligned
 from gpipebal.units import count, format_bytes, format_change, format_percent, format_seconds
 
-__all__ = ["PlainTimes", "RunReport"]
+__all__ = ["PlainTimes", "RunReport", "notes_on_scatter"]
 
 FORMAT = "gpipebal-report"
 VERSION = 1
+
+#: From here on steps scatter so widely that a comparison with them may mislead: by
+#: `PlainTimes.scatter`, a fraction of their median.
+WIDE_SCATTER = 0.1
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,31 @@ class PlainTimes:
     def step_time(self) -> float:
         """Median seconds of a step."""
         return median(self.step_times)
+
+    @property
+    def scatter(self) -> float:
+        """Median distance of the steps from their median, as a fraction of it.
+
+        A single slow step, which hardly moves the median, hardly changes it.
+
+        Example:
+            >>> PlainTimes("1 thread", 1, (1.0, 1.0, 9.0)).scatter
+            0.0
+        """
+        middle = self.step_time
+        return median(abs(time - middle) for time in self.step_times) / middle if middle else 0.0
+
+
+def notes_on_scatter(plain: Sequence[PlainTimes]) -> list[str]:
+    """Warn in one line of all plain runs whose steps scatter by `WIDE_SCATTER` or more."""
+    wide = [f"{format_percent(r.scatter)} ({r.where})" for r in plain if r.scatter >= WIDE_SCATTER]
+    if not wide:
+        return []
+    return [
+        f"Steps of the plain model scatter: half of them are off their median by {', '.join(wide)} "
+        f"or more (expected less than {format_percent(WIDE_SCATTER)}), so the comparison may "
+        "mislead; run again while nothing else does, or with more steps."
+    ]
 
 
 @dataclass(frozen=True)

@@ -281,6 +281,46 @@ def two_steps(folder: Path) -> RunReport:
 
 
 @BRIEF
+@pytest.mark.parametrize(
+    ("plain", "note"),
+    [
+        ((1.0, 1.05, 0.95, 7.0), None),  # one slow step changes no median
+        ((1.0, 1.0, 1.19, 1.2), None),
+        ((1.0, 1.0, 1.23, 1.23), "10.3 %"),
+        ((1.0, 2.0, 2.0, 4.0), "25.0 %"),
+    ],
+)
+def test_run_warns_of_a_plain_model_whose_steps_scatter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: tuple[float, ...], note: str | None
+) -> None:
+    """In one line; the pipeline's own steps may scatter, which its table shows."""
+    monkeypatch.setattr(comparison, "_plain_ways", lambda _: [("1 thread", 1), ("cuda:0", None)])
+    steady, scattered = iter([9.0, *[3.0] * 4]), iter([9.0, *plain])
+    of_pipe = iter([9.0, 1.0, 8.0, 2.0, 5.0])
+    turns = iter([each for turn in zip(of_pipe, scattered, steady, strict=True) for each in turn])
+
+    def timed(step: Any, _: Any) -> float:
+        step()
+        return next(turns)
+
+    monkeypatch.setattr(comparison, "timed", timed)
+    report = run(
+        "workloads:tiny", chunks=2, steps=4, output=tmp_path, device="cpu", echo=str,
+        progress=False,
+    )  # fmt: skip
+    assert report.plain[0].step_times == plain and report.plain[1].step_times == (3.0,) * 4
+    said = [line for line in str(report).splitlines() if "scatter" in line]
+    assert [line for line in report.notes if "scatter" in line] == [s[6:] for s in said]
+    if note is None:
+        assert not said
+    else:
+        assert (
+            len(said) == 1
+            and f" by {note} (1 thread) or more (expected less than 10.0 %)" in said[0]
+        )
+
+
+@BRIEF
 def test_plain_model_that_does_not_fit_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
