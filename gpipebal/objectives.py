@@ -1,4 +1,4 @@
-"""What can be minimised: one table, from which all others take names, words and units.
+"""What can be minimised: one table, from which all others take names and words.
 
 An objective that is in the table but unknown somewhere fails there, by `typing.assert_never` or a
 missing key: nothing takes it for another one.
@@ -42,14 +42,12 @@ class Minimised:
 
     Attributes:
         meaning: What it is, in a sentence.
-        unit: Unit of its values.
         text_of: Writes a value for people.
         compares_chunks: Whether plans with different numbers of micro-batches can be compared by
             it.
     """
 
     meaning: str
-    unit: Literal["seconds", "bytes", "the caller's"]
     text_of: Callable[[float], str]
     compares_chunks: bool
 
@@ -59,25 +57,21 @@ MINIMISED: Mapping[str, Minimised] = MappingProxyType(
     {
         "makespan": Minimised(
             "the time from the first forward to the last backward of a mini-batch",
-            "seconds",
             format_seconds,
             compares_chunks=True,
         ),
         "bottleneck": Minimised(
             "the time of the slowest partition for one micro-batch",
-            "seconds",
             format_seconds,
             compares_chunks=False,
         ),
         "peak_memory": Minimised(
             "the largest peak memory of a partition",
-            "bytes",
             format_bytes,
             compares_chunks=True,
         ),
         "cost": Minimised(
             "the largest cost of a partition",
-            "the caller's",
             "{:.6g}".format,
             compares_chunks=False,
         ),

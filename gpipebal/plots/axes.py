@@ -237,24 +237,20 @@ def label_layers(ax: Axes, names: Sequence[str], *, grow: bool = False) -> None:
     short = whole if has_room else _short_names(names, 20 if grow else 16)
     # A name is not a formula, even if it holds a dollar sign.
     style: dict[str, Any] = {"parse_math": False, "family": families("".join(short))}
-    if len(set(short)) < len(set(names)):
+    are_upright = not all(fits(name, room - 3) for name in short)
+    too_narrow = are_upright and room < LINE_HEIGHT * FONT_SIZE
+    if too_narrow or len(set(short)) < len(set(names)):
         label_indices(ax, len(names))
         ax.set_xlabel("layer (index)")
-    elif all(fits(name, room - 3) for name in short):
-        ax.set_xticks(range(len(names)), short, **style)
-        ax.set_xlabel("layer")
-    elif room >= LINE_HEIGHT * FONT_SIZE:
-        ax.set_xticks(range(len(names)), short, rotation=90, **style)
-        ax.set_xlabel("layer")
-        figure = ax.figure.get_figure(root=True)
-        if grow and figure is not None:
-            width, height = figure.get_size_inches()
-            upright = max(map(text_width, short)) - LINE_HEIGHT * FONT_SIZE
-            figure.set_size_inches(width, height + max(0.0, upright) / 72)
-            figure.draw_without_rendering()
-    else:
-        label_indices(ax, len(names))
-        ax.set_xlabel("layer (index)")
+        return
+    ax.set_xticks(range(len(names)), short, rotation=90 if are_upright else 0, **style)
+    ax.set_xlabel("layer")
+    figure = ax.figure.get_figure(root=True)
+    if grow and are_upright and figure is not None:
+        width, height = figure.get_size_inches()
+        upright = max(map(text_width, short)) - LINE_HEIGHT * FONT_SIZE
+        figure.set_size_inches(width, height + max(0.0, upright) / 72)
+        figure.draw_without_rendering()
 
 
 def label_indices(ax: Axes, n_items: int) -> None:

@@ -95,7 +95,8 @@ def kind_style(
         light = _tint(colour, 0.78)
         return {"facecolor": light, "edgecolor": colour, "linewidth": 0.0, "hatch": "/////"}
     # Light shades next to the grey of idle time would look idle.
-    beside = {"C": _tint(to_rgb(ink), 0.1), "H": NEUTRAL, "O": _shade(colour, 0.5)}
+    dark = colour[0] / 2, colour[1] / 2, colour[2] / 2
+    beside = {"C": _tint(to_rgb(ink), 0.1), "H": NEUTRAL, "O": dark}
     if kind not in beside and kind not in _TINTS:
         raise UsageError(
             f"kind of event has no style: kind={kind!r} (expected one of "
@@ -143,11 +144,6 @@ def idle_patch() -> Patch:
 
 def _tint(colour: Colour, share: float) -> Colour:
     red, green, blue = (channel + (1 - channel) * share for channel in colour)
-    return red, green, blue
-
-
-def _shade(colour: Colour, share: float) -> Colour:
-    red, green, blue = (channel * (1 - share) for channel in colour)
     return red, green, blue
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gpipebal.errors import BalanceError
 from gpipebal.problem.checks import largest_denominator, scaled
+from gpipebal.problem.device import Device
 from gpipebal.schedule import CheckpointMode, modes_of
 
 if TYPE_CHECKING:
@@ -63,19 +64,16 @@ class Costs:
         kinds: dict[object, int] = {}
         self.types: list[LayerSums] = []
         self.type_of: list[int] = []
-        for device in problem.devices or ():
+        for device in problem.devices or (Device(),) * problem.n_partitions:
             key = (device.slowness, device.times)
             if key not in kinds:
                 kinds[key] = len(kinds)
-                if device.times is None and device.slowness == 1:
+                if device.is_alike:
                     self.types.append(LayerSums(*problem.layer_sums))
                 else:
                     times = device.times or (problem.forward, problem.backward, problem.recompute)
                     self.types.append(LayerSums(*(self._sums(t, device.slowness) for t in times)))
             self.type_of.append(kinds[key])
-        if problem.devices is None:
-            self.types.append(LayerSums(*problem.layer_sums))
-            self.type_of = [0] * problem.n_partitions
         links = problem.links
         self.overlaps = links is not None and links.overlaps
         self.send = self.give_back = (0,) * (problem.n_layers + 1)

@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from gpipebal.profile.fit import STRAIGHT
+from gpipebal.profile.fit import STRAIGHT, points_around
 from gpipebal.profile.layer import MOMENTS, LayerProfile
 
 if TYPE_CHECKING:
@@ -133,8 +133,7 @@ def largest_moment(points: tuple[tuple[int, tuple[int, ...]], ...], rows: int) -
         >>> largest_moment(((2, (60, 20)), (4, (50, 40))), 8)
         80
     """
-    k = next((k for k in range(1, len(points)) if rows <= points[k][0]), len(points) - 1)
-    (first, low), (last, high) = points[k - 1 : k + 1]
+    (first, low), (last, high) = points_around(points, rows)
     length = last - first
     each = (
         -(-(one * length + (other - one) * (rows - first)) // length)

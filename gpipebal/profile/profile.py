@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -319,16 +319,6 @@ class Profile:
             FileFormatError: the file cannot be read, is damaged, or is of another version.
         """
         return read_noun(path, FORMAT, VERSION, cls.from_dict)
-
-    def with_step(self, step: StepTerms) -> Profile:
-        """Return the same profile with other step terms, for steps whose costs are only given.
-
-        Example:
-            >>> profile = Profile.from_costs([1.0, 2.0]).with_step(StepTerms(optimizer_time=0.5))
-            >>> profile.step.optimizer_time
-            0.5
-        """
-        return replace(self, step=step)
 
     def _repr_html_(self) -> str:
         return profile_html(self)

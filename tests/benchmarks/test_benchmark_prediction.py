@@ -296,7 +296,7 @@ def test_forward_that_is_recomputed_later_is_another_kind_of_cell() -> None:
 def test_profile_of_other_rows_predicts_a_setting() -> None:
     """A profile at other rows than the setting's is brought to them."""
     whole = Profile.from_costs([4.0, 4.0], [8.0, 8.0], rows=16, chunks=1)
-    whole = whole.with_step(StepTerms(0.0, _layer(0.0), _layer(0.0), (), 0.0))
+    whole = replace(whole, step=StepTerms(0.0, _layer(0.0), _layer(0.0), (), 0.0))
     plan = measure.predict(whole, [1, 1], settings.Setting("loss(pipe(x))", 4, "never"))
     assert plan.rows == 4
     assert plan.makespan == pytest.approx(evaluate(whole, [1, 1]).makespan * 5 / 8)

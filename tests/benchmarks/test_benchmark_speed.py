@@ -91,7 +91,7 @@ def test_without_links_and_host_it_is_the_planners_step(
     forward, backward, recompute = zip(*costs, strict=True)
     profile = Profile.from_costs(forward, backward, recompute=recompute, chunks=chunks)
     loss = LayerProfile("loss", "loss", 1.0, 2.0, 1.0)
-    profile = profile.with_step(StepTerms(0.5, loss, loss, (), 0.0))
+    profile = replace(profile, step=StepTerms(0.5, loss, loss, (), 0.0))
     balance = (1, len(costs) - 1)
     found = step_seconds(profile, Step(1, chunks, balance, checkpoint), AT_ONCE, host=False)
     plan = evaluate(profile, balance, checkpoint=checkpoint)
@@ -119,7 +119,7 @@ def test_links_and_host_take_time() -> None:
 def test_optimizers_of_all_devices_step_at_the_same_time() -> None:
     """Two devices with half of the parameters each need half of the optimizer's time."""
     profile = Profile.from_costs([1.0, 1.0], [0.0, 0.0], parameter_bytes=[8, 8], chunks=1)
-    profile = profile.with_step(StepTerms(0.0, optimizer_time=6.0))
+    profile = replace(profile, step=StepTerms(0.0, optimizer_time=6.0))
     assert step_seconds(profile, Step(1, 1, (2,), "never"), AT_ONCE, host=False) == 8.0
     assert step_seconds(profile, Step(1, 1, (1, 1), "never"), AT_ONCE, host=False) == 5.0
 

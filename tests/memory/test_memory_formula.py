@@ -143,7 +143,7 @@ def test_a_loss_inside_is_one_more_layer() -> None:
     assert held == PeakMemory(1000, 1000, 0, None, 3 * (110 + 10), 2000, kept)
     # Where it was measured over the mini-batch only, each micro-batch has its share.
     profile = with_loss(2000)
-    shared = profile.with_step(replace(profile.step, loss=None))
+    shared = replace(profile, step=replace(profile.step, loss=None))
     assert last_of(shared, schedule="1f1b").transient == 2000
     assert last_of(shared, schedule="1f1b").outputs == CHUNKS * 3
 

@@ -423,8 +423,9 @@ def test_a_step_far_above_the_makespan_names_its_parts(changes: Any, parts: str)
 
 def test_the_optimizer_of_a_plan_is_the_profiles() -> None:
     """A step that it makes long is explained by it, also after a plan was saved."""
-    profile = gb.Profile.from_costs([1.0, 1.0]).with_step(
-        gb.profile.StepTerms(gather_time=0.0, optimizer_time=9.0)
+    profile = replace(
+        gb.Profile.from_costs([1.0, 1.0]),
+        step=gb.profile.StepTerms(gather_time=0.0, optimizer_time=9.0),
     )
     plan = gb.solve(profile, 2)
     assert gb.Plan.from_dict(plan.to_dict()).optimizer_time == 9.0

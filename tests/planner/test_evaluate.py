@@ -48,7 +48,7 @@ def test_the_balance_of_a_solved_plan_costs_what_it_says(
     costs: list[tuple[int, ...]], chunks: int, mode: str, listed: bool
 ) -> None:
     """With one mode under GPipe the costs are the solver's, however the mode is given."""
-    profile = profile_of(costs, chunks).with_step(terms(loss=0.25))
+    profile = replace(profile_of(costs, chunks), step=terms(loss=0.25))
     n_partitions = min(2, len(costs))
     solved = gb.solve(profile, n_partitions, checkpoint=mode)  # type: ignore[arg-type]
     checkpoint = [mode] * n_partitions if listed else mode
@@ -152,13 +152,13 @@ def test_step_under_1f1b_has_the_loss_inside() -> None:
     options = {"checkpoint": "never", "schedule": "1f1b"}
     plan = evaluate(profile, [1, 1], **options)  # type: ignore[arg-type]
     assert (plan.makespan, plan.lower_bound, plan.step_time) == (15.0, 15.0, None)
-    timed = profile.with_step(terms(loss=8.0, gather=100.0, optimizer=0.5))
+    timed = replace(profile, step=terms(loss=8.0, gather=100.0, optimizer=0.5))
     plan = evaluate(timed, [1, 1], **options)  # type: ignore[arg-type]
     assert (plan.makespan, plan.pause_time) == (15.0, None)
     assert plan.step_time == 1 + 4 * 5 + 2 + 0.5
     # Twice the micro-batches are twice the rows, and twice the loss.
     assert evaluate(timed, [1, 1], chunks=8, **options).step_time == 1 + 8 * 5 + 2 + 0.5  # type: ignore[arg-type]
-    bare = profile.with_step(terms(loss=8.0, gather=100.0, optimizer=None))
+    bare = replace(profile, step=terms(loss=8.0, gather=100.0, optimizer=None))
     assert evaluate(bare, [1, 1], **options).step_time is None  # type: ignore[arg-type]
 
 
@@ -172,7 +172,7 @@ def test_the_loss_inside_takes_its_own_times() -> None:
     profile = gb.Profile.from_costs([1.0, 1.0], [2.0, 2.0], chunks=4)
     loss = LayerProfile("loss", "loss", 1.0, 3.0, 1.0)
     whole = LayerProfile("loss", "loss", 4.0, 5.0, 4.0)
-    profile = profile.with_step(StepTerms(0.5, loss, whole, optimizer_time=0.25))
+    profile = replace(profile, step=StepTerms(0.5, loss, whole, optimizer_time=0.25))
     for schedule in SCHEDULES:
         inside = evaluate(profile, [1, 1], checkpoint="never", schedule=schedule, loss_inside=True)
         assert (inside.step_time, inside.pause_time) == (1 + 4 * 7 + 2 + 0.25, None)
@@ -191,7 +191,7 @@ def test_the_callers_loss_may_be_known_by_the_micro_batch_alone() -> None:
     """Then it goes by their number; the gather, known of the mini-batch, by the rows."""
     loss = LayerProfile("loss", "loss", 1.0, 3.0, 1.0)
     profile = gb.Profile.from_costs([1.0, 1.0], [2.0, 2.0], chunks=4)
-    profile = profile.with_step(StepTerms(0.5, loss, optimizer_time=0.25))
+    profile = replace(profile, step=StepTerms(0.5, loss, optimizer_time=0.25))
     for chunks, pause in ((4, 16.5), (8, 33.0)):
         plan = evaluate(profile, [1, 1], chunks=chunks, checkpoint="never")
         assert (plan.pause_time, plan.step_time) == (pause, plan.makespan + pause + 0.25)
@@ -221,7 +221,9 @@ def test_forwards_without_a_graph_shorten_the_step_but_not_the_makespan() -> Non
     Forwards of 2 s, recomputes of 2 s, backwards of 3 s, three micro-batches: always recomputed
     (3 + 1) forwards; of half a second without a graph, the forwards end at 2 s instead of 8 s.
     """
-    profile = profile_of([(2, 2, 3)] * 2, 3).with_step(terms(loss=1.0, gather=0.0, optimizer=0.0))
+    profile = replace(
+        profile_of([(2, 2, 3)] * 2, 3), step=terms(loss=1.0, gather=0.0, optimizer=0.0)
+    )
     before = evaluate(profile, [1, 1], checkpoint="always")
     layers = tuple(replace(layer, no_grad_forward_time=0.5) for layer in profile.layers)
     profile = replace(profile, layers=layers)

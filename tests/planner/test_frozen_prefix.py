@@ -219,7 +219,7 @@ def test_nothing_is_launched_for_a_recompute_that_is_none() -> None:
 def test_a_recompute_that_is_none_has_no_cell() -> None:
     """What a cell takes besides its layers is not added to it."""
     profile = given_costs([0.0, 0.0, 2.0, 2.0])
-    profile = profile.with_step(replace(profile.step, cell_overhead_time=0.5))
+    profile = replace(profile, step=replace(profile.step, cell_overhead_time=0.5))
     plan = gb.evaluate(profile, [2, 2], checkpoint="always", schedule="1f1b")
     timeline = training_step(profile, plan)
     spans = {(e.partition, e.kind): e.end - e.start for e in timeline.events}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -50,7 +51,7 @@ def test_step_time_is_known_when_all_terms_are() -> None:
     profile = gb.Profile.from_costs([1.0, 1.0], [2.0, 2.0], chunks=2)
     assert gb.solve(profile, 2).step_time is None
     loss = LayerProfile("loss", "loss", 0.125, 0.125, 0.125)
-    profile = profile.with_step(StepTerms(0.5, whole_loss=loss, optimizer_time=0.125))
+    profile = replace(profile, step=StepTerms(0.5, whole_loss=loss, optimizer_time=0.125))
     plan = gb.solve(profile, 2, checkpoint="never")
     assert plan.makespan == 3 + 6
     assert plan.step_time == 3 + 0.75 + 6 + 0.125

@@ -146,5 +146,5 @@ def test_a_step_below_its_makespan_says_why() -> None:
     below = gb.solve(profiled(), 2, chunks=32, checkpoint="never")
     assert below.step_time is not None and below.step_time < below.makespan
     assert why in str(below) and why in below.explain()
-    above = gb.solve(profiled().with_step(StepTerms(0.5, optimizer_time=99.0)), 2)
+    above = gb.solve(replace(profiled(), step=StepTerms(0.5, optimizer_time=99.0)), 2)
     assert why not in str(above) and why not in above.explain()

@@ -242,12 +242,12 @@ def test_to_frame_has_all_sizes_on_request() -> None:
 def test_groups_of_an_optimizer_have_bytes_of_every_layer() -> None:
     """They are read as they were written."""
     profile = Profile.from_costs([1.0, 2.0])
-    grouped = profile.with_step(StepTerms(optimizer_groups=[[8, 0], [4, 4]]))  # type: ignore[arg-type]
+    grouped = replace(profile, step=StepTerms(optimizer_groups=[[8, 0], [4, 4]]))  # type: ignore[arg-type]
     assert grouped.step.optimizer_groups == ((8, 0), (4, 4))
     assert Profile.from_dict(json.loads(json.dumps(grouped.to_dict()))) == grouped
     for group in ((8,), (8, -1), (8, 0.5)):
         with pytest.raises(ProfileError, match="optimizer_groups="):
-            profile.with_step(StepTerms(optimizer_groups=(group,)))  # type: ignore[arg-type]
+            replace(profile, step=StepTerms(optimizer_groups=(group,)))  # type: ignore[arg-type]
 
 
 def test_common_inputs_are_inputs() -> None:

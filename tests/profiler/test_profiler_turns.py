@@ -300,7 +300,7 @@ def test_turns_beside_others() -> None:
     """A cell that turns takes longer alone, too."""
     profile = corrected()
     shares = AloneShares(2, 0.5, 0.5, 0.5, 0.5)
-    profile = profile.with_step(replace(profile.step, side_by_side=shares))
+    profile = replace(profile, step=replace(profile.step, side_by_side=shares))
     cells = cells_of(step_timeline(profile, (0, 1, 2), Execution(1, "never")))
     assert cells == [("F", 0, pytest.approx(1.5)), ("B", 0, pytest.approx(2.25))]
 
@@ -308,7 +308,7 @@ def test_turns_beside_others() -> None:
 def test_turns_longer_than_the_work_itself() -> None:
     """At few rows a turn may seem to take more than the work: no time is below zero."""
     turns = TurnTimes(80.0, 80.0, 80.0, -80.0, -80.0, 80.0, -80.0)
-    profile = corrected().with_step(StepTerms(turns=turns))
+    profile = replace(corrected(), step=StepTerms(turns=turns))
     for mode, schedule in (("never", "gpipe"), ("always", "gpipe"), ("never", "1f1b")):
         execution = Execution(2, mode, schedule, loss_inside=schedule == "1f1b")
         cells = cells_of(step_timeline(profile, (0, 1, 2), execution))
@@ -327,7 +327,7 @@ def test_turns_in_files() -> None:
     for bad in (float("nan"), float("-inf"), "1", True, 10**400):
         wrong = replace(profile.step.turns or TurnTimes(), backward=bad)  # type: ignore[arg-type]  # the test
         with pytest.raises(ProfileError, match=r"step\.turns has an impossible value: backward"):
-            profile.with_step(replace(profile.step, turns=wrong))
+            replace(profile, step=replace(profile.step, turns=wrong))
         with pytest.raises(FileFormatError):
             Profile.from_dict({**record, "step": {**record["step"], "turns": vars(wrong)}})
 

@@ -117,7 +117,7 @@ WRONG: dict[str, Any] = {
     "loss_fn of verify": lambda: gb.verify(MODEL, PIPE, torch.ones(2, 4), loss_fn=3),  # type: ignore[arg-type]
     "devices of GPipe": lambda: gb.GPipe(MODEL, [1, 1], devices=1.5),  # type: ignore[arg-type]
     "devices of GPipe, one number": lambda: gb.GPipe(MODEL, [1, 1], devices=torch.tensor(0)),  # type: ignore[arg-type]
-    "step of with_step": lambda: PROFILE.with_step(3),  # type: ignore[arg-type]
+    "step of Profile": lambda: replace(PROFILE, step=3),  # type: ignore[arg-type]
     "layers of Profile": lambda: gb.Profile(3),  # type: ignore[arg-type]
     "chunks of input_bytes": lambda: PROFILE.input_bytes("x"),  # type: ignore[arg-type]
     "partitions of Plan": lambda: replace(PLAN, partitions=3),
