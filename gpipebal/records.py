@@ -23,6 +23,7 @@ __all__ = [
     "check_unknown",
     "damaged",
     "fields_of",
+    "is_quantity",
     "object_of",
     "path_in",
     "text_of",
@@ -54,6 +55,17 @@ _IN_JSON = {
     "int": "a whole number",
     "bool": "true or false",
 }
+
+
+def is_quantity(value: Any, *, whole: bool = False) -> bool:
+    """Whether this is a number from 0 to `MOST`, and an int if it is to be whole.
+
+    Example:
+        >>> is_quantity(2.5), is_quantity(2.5, whole=True), is_quantity(True), is_quantity(-1)
+        (True, False, False, False)
+    """
+    kinds = int if whole else (int, float)
+    return isinstance(value, kinds) and not isinstance(value, bool) and 0 <= value <= MOST
 
 
 def path_in(where: str, name: str | int) -> str:

@@ -6,7 +6,7 @@ import re
 import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 
-__all__ = ["aligned", "either", "one_line"]
+__all__ = ["aligned", "either", "is_whole", "one_line"]
 
 #: Characters that would end a line in the middle of a cell, steer a terminal (control characters of
 #: 7 and of 8 bits), or reverse the text that follows (Unicode's bidirectional controls).
@@ -21,6 +21,20 @@ def one_line(text: str) -> str:
         'a b'
     """
     return _BREAKS.sub(" ", text)
+
+
+def is_whole(text: str) -> bool:
+    r"""Whether a text can be written to a file: not if it has a half of a character.
+
+    Example:
+        >>> is_whole("äö"), is_whole("\ud800")
+        (True, False)
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def aligned(

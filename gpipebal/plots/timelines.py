@@ -86,9 +86,9 @@ def plot_timeline(
         >>> plot_timeline(gb.simulate(plan)).get_xlabel()
         'time since the first start [s]'
     """
-    shown = {"timeline": timeline} if beside is None else {"timeline": timeline, "beside": beside}
-    for name, item in shown.items():
-        check_kind(name, item, Timeline)
+    check_kind("timeline", timeline, Timeline)
+    if beside is not None:
+        check_kind("beside", beside, Timeline)
     return plot_pair(timeline, beside, ax=ax)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from gpipebal.profile.layer import (
     TieProfile,
     TurnTimes,
 )
-from gpipebal.records import COUNT, MOST, MOST_CHUNKS, NUMBER, SIZE, WHOLE
+from gpipebal.records import COUNT, MOST, MOST_CHUNKS, NUMBER, SIZE, WHOLE, is_quantity
 from gpipebal.units import count
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def check_profile(profile: Profile) -> None:
         _check_count("provenance", "threads", threads)
     n_storages = len(profile.storages)
     for index, n_bytes in enumerate(profile.storages):
-        if not _is_quantity(n_bytes, whole=True):
+        if not is_quantity(n_bytes, whole=True):
             raise bad_value("profile", f"storages[{index}]", n_bytes, SIZE)
     for layer in profile.layers:
         _check_layer(layer, f"layer {layer.name!r}", n_storages)
@@ -153,7 +152,7 @@ def _check_tie(tie: TieProfile, n_layers: int) -> None:
             f"more of 0..{n_layers - 1}, ascending).\nFix: profile the model again."
         )
     for name in ("parameter_bytes", "gradient_bytes"):
-        if not _is_quantity(getattr(tie, name), whole=True):
+        if not is_quantity(getattr(tie, name), whole=True):
             raise bad_value("tied parameters", name, getattr(tie, name), SIZE)
 
 
@@ -195,13 +194,13 @@ def _check_step(profile: Profile, n_storages: int) -> None:
     step = profile.step
     for name in _STEP_TIMES:
         value = getattr(step, name)
-        if value is not None and not _is_quantity(value, whole=False):
+        if value is not None and not is_quantity(value):
             raise bad_value("step", name, value, NUMBER)
     if not isinstance(step.optimizer_together, bool):
         value = step.optimizer_together
         raise bad_value("step", "optimizer_together", value, "true or false")
     for group in step.optimizer_groups:
-        if len(group) != profile.n_layers or not all(_is_quantity(n, whole=True) for n in group):
+        if len(group) != profile.n_layers or not all(is_quantity(n, whole=True) for n in group):
             raise bad_value("step", "optimizer_groups", group, f"{SIZE} for each layer")
     parts = {"side_by_side": AloneShares, "turns": TurnTimes}
     for name, kind in {**parts, "loss": LayerProfile, "whole_loss": LayerProfile}.items():
@@ -228,9 +227,7 @@ def _check_side_by_side(shares: AloneShares) -> None:
         )
     for item in fields(shares):
         value = getattr(shares, item.name)
-        if item.name != "n_partitions" and not (
-            _is_quantity(value, whole=False) and 0 < value <= 1
-        ):
+        if item.name != "n_partitions" and not (is_quantity(value) and 0 < value <= 1):
             raise ProfileError(
                 f"step.side_by_side has an impossible share: {item.name}={value!r} (expected more "
                 "than 0, and at most 1).\nFix: profile the model again."
@@ -242,7 +239,7 @@ def _check_turns(turns: TurnTimes) -> None:
         value = getattr(turns, item.name)
         # A turn may be faster, too.
         size = -value if type(value) in (int, float) and value < 0 else value
-        if not _is_quantity(size, whole=False):
+        if not is_quantity(size):
             raise ProfileError(
                 f"step.turns has an impossible value: {item.name}={value!r} (expected finite "
                 "seconds).\nFix: correct the value, or profile the model again."
@@ -257,7 +254,7 @@ def _check_layer(layer: LayerProfile, where: str, n_storages: int) -> None:
         value = getattr(layer, name)
         if value is None and may_be_unknown:
             continue
-        if not _is_quantity(value, whole=whole):
+        if not is_quantity(value, whole=whole):
             expected = SIZE if name.endswith("_bytes") else WHOLE if whole else NUMBER
             raise bad_value(where, name, value, expected)
     for name in STORAGE_FIELDS:
@@ -266,19 +263,13 @@ def _check_layer(layer: LayerProfile, where: str, n_storages: int) -> None:
     for name in MOMENTS.values():
         for n_bytes in getattr(layer, name):
             # Fewer than 0 where more is freed than made.
-            if type(n_bytes) is not int or not _is_quantity(abs(n_bytes), whole=True):
+            if type(n_bytes) is not int or not is_quantity(abs(n_bytes), whole=True):
                 raise bad_value(where, name, n_bytes, "a whole number of bytes")
-
-
-def _is_quantity(value: Any, *, whole: bool) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (int,) if whole else (int, float)):
-        return False
-    return 0 <= value <= MOST and math.isfinite(value)
 
 
 def _check_count(where: str, name: str, value: Any) -> None:
     # Chunks have a smaller limit than numbers in general, which has an error of its own.
-    known = isinstance(value, int) if name == "chunks" else _is_quantity(value, whole=True)
+    known = isinstance(value, int) if name == "chunks" else is_quantity(value, whole=True)
     if not known or isinstance(value, bool) or value < 1:
         expected = f"a whole number, 1 to {MOST_CHUNKS}" if name == "chunks" else COUNT
         raise bad_value(where, name, value, expected)

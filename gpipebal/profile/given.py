@@ -11,6 +11,7 @@ from gpipebal.errors import ProfileError
 from gpipebal.profile.checks import bad_value
 from gpipebal.profile.layer import LayerProfile
 from gpipebal.records import COUNT
+from gpipebal.text import is_whole
 
 __all__ = ["parts_of_costs"]
 
@@ -102,20 +103,12 @@ def _column(name: str, column: object) -> list[Any]:
                 f"cost is not a number: {name}[{k}] is a {type(values[k]).__name__} (expected "
                 "an int or a float).\nFix: give numbers."
             )
-        if isinstance(plain, str) and not _is_text(plain):
+        if isinstance(plain, str) and not is_whole(plain):
             raise ProfileError(
                 f"name is not a text: {name}[{k}]={plain!r} (expected characters that a file "
                 "can hold).\nFix: give another name."
             )
     return found
-
-
-def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _plain(value: object) -> int | float | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gpipebal.errors import UsageError
 from gpipebal.files import why_not_writable
+from gpipebal.text import is_whole
 
 __all__ = ["FILES", "Folder"]
 
@@ -25,7 +26,7 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not _is_text(path):
+        if not is_whole(str(path)):  # on some systems names are any bytes
             raise _bad_folder(path, "the report could not name it")
         self._written: list[str] = []
         # Not `Path.exists`, which raises if it may not look, or if a name is too long.
@@ -64,15 +65,6 @@ class Folder:
 
     def _older(self) -> list[str]:
         return [n for n in FILES if n not in self._written and (self.path / n).exists()]
-
-
-def _is_text(path: Path) -> bool:
-    """Tell whether a path can be written down: on some systems names are any bytes."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _bad_folder(path: Path, reason: str) -> UsageError:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from gpipebal.errors import ProfileError
+from gpipebal.records import is_quantity
 from gpipebal.schedule.actions import ACTION_NAMES
 
 __all__ = [
@@ -198,13 +198,7 @@ def _check_event(event: Event, n_partitions: int) -> None:
         wrong = f"kind={kind!r} (expected one of {', '.join(KIND_NAMES)})"
     elif type(micro_batch) is not int or not 0 <= micro_batch <= MOST_MICRO_BATCHES:
         wrong = f"micro_batch={micro_batch!r} (expected an int of 0 or more)"
-    elif not (_is_number(start) and _is_number(end) and 0 <= start <= end < math.inf):
+    elif not (is_quantity(start) and is_quantity(end) and start <= end):
         wrong = f"start={start!r}, end={end!r} (expected finite seconds, 0 <= start <= end)"
     if wrong:
         raise ProfileError(f"event {event} cannot be: {wrong}.\nFix: record the mini-batch again.")
-
-
-def _is_number(value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    # A larger int is not a time, and may be too large for a float.
-    return number and abs(value) < 2**63

@@ -69,9 +69,8 @@ def draw_rows(
     return ["".join(row) for row in rows]
 
 
-def draw_launches(events: Sequence[Event], columns: int) -> str | None:
+def draw_launches(table: EventTable, columns: int) -> str | None:
     """Draw what the host launches, by micro-batch, on the same time axis; None: nothing."""
-    table = EventTable.of(events)
     launches = table.pick(table.of_kind(LAUNCH_KIND))
     if not len(launches):
         return None
@@ -88,9 +87,8 @@ def draw_launches(events: Sequence[Event], columns: int) -> str | None:
     return draw_rows([*as_forwards, *frame], 1, columns, evenly=False)[0]
 
 
-def legend(events: Sequence[Event], *, numbered: bool = True) -> str:
+def legend(table: EventTable, *, numbered: bool = True) -> str:
     """Say what the characters mean: forward, recompute and backward, and what else occurs."""
-    table = EventTable.of(events)
     found = np.bincount(table.kinds, minlength=len(EVENT_KINDS))
     names: dict[str, list[str]] = {}
     for kind, n_events in zip(EVENT_KINDS, found.tolist(), strict=True):
