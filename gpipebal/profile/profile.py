@@ -256,6 +256,7 @@ class Profile:
             O(n s) for n layers and storages, and s measured sizes.
 
         Example:
+            >>> from dataclasses import replace
             >>> small = Profile.from_costs([3.0], output_bytes=[80], rows=2)
             >>> large = Profile.from_costs([5.0], output_bytes=[160], rows=4)
             >>> between = replace(small, other_sizes=(large,)).at_rows(3)

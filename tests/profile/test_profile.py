@@ -362,14 +362,6 @@ def test_a_file_from_before_the_first_release_is_refused(version: int, tmp_path:
         Profile.from_dict({**_record(), "version": version})
 
 
-def test_with_step_changes_only_the_step() -> None:
-    """Other step terms leave layers and provenance as they were."""
-    profile = Profile.from_costs([1.0])
-    step = StepTerms(gather_time=0.5)
-    assert profile.with_step(step).step == step
-    assert profile.with_step(step).with_step(profile.step) == profile
-
-
 def test_text_of_a_profile_sums_it_up() -> None:
     """Printing a profile shows how many layers, where, and the totals."""
     profile = Profile.from_costs([1.0, 2.0], parameter_bytes=[1024, 1024], rows=4)
