@@ -12,9 +12,6 @@ __all__ = ["even_ends", "even_shares", "heavy_layers", "possible_shares", "stret
 #: With more heavy layers than this, heavy layers are not treated apart from others.
 _MOST_HEAVY = 4
 
-#: With up to this many layers for each partition, looking at each takes no longer than searching.
-_FEW_LAYERS = 8
-
 
 def heavy_layers(loads: Sequence[int], n_partitions: int) -> list[int]:
     """List the layers that are heavier than an even partition; nothing if they are many.
@@ -26,17 +23,13 @@ def heavy_layers(loads: Sequence[int], n_partitions: int) -> list[int]:
     # Heavy is a little more than even, so that it stays more than the even share of other layers.
     least = 5 * loads[-1] // (4 * n_partitions)
     n_layers = len(loads) - 1
-    if n_layers <= _FEW_LAYERS * n_partitions:
-        weights = map(sub, loads[1:], loads)
-        heavy = [k for k, weight in enumerate(weights) if weight > least]
-    else:
-        # No layer within as much weight is heavier than that.
-        heavy, start = list[int](), 0
-        while start < n_layers and len(heavy) <= _MOST_HEAVY:
-            start = bisect_right(loads, loads[start] + least, start) - 1
-            if start < n_layers and loads[start + 1] - loads[start] > least:
-                heavy.append(start)
-                start += 1
+    # No layer within as much weight is heavier than that.
+    heavy, start = list[int](), 0
+    while start < n_layers and len(heavy) <= _MOST_HEAVY:
+        start = bisect_right(loads, loads[start] + least, start) - 1
+        if start < n_layers and loads[start + 1] - loads[start] > least:
+            heavy.append(start)
+            start += 1
     return heavy if len(heavy) <= min(_MOST_HEAVY, n_partitions - 1) else []
 
 
