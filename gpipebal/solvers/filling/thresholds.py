@@ -86,29 +86,20 @@ def smallest_sum(
     assert quick.bounds is not None
     least_first, least_second = floor(first, n_partitions), floor(second, n_partitions)
 
-    def least_of_second(most_first: int, filled: Sequence[int]) -> tuple[int, Sequence[int]]:
-        """Return the smallest second for a limit of the first, and a split that has it."""
+    def least_of(
+        column: Sequence[int], limit: Limit, at_least: int, filled: Sequence[int]
+    ) -> tuple[int, Sequence[int]]:
+        """Return the smallest of one cost for a limit of the other, and a split that has it."""
         found = smallest_limit(
-            second,
-            second,
+            column,
+            column,
             n_partitions,
-            at_least=max(least_second, quick.value - most_first),
-            limits=[Limit(first, first, most_first), *limits],
+            at_least=max(at_least, quick.value - limit.most),
+            limits=[limit, *limits],
             filled=filled,
         )
         assert found.bounds is not None
         return found.value, found.bounds
-
-    def least_of_first(most_second: int, filled: Sequence[int]) -> int:
-        """Return the smallest first for a limit of the second."""
-        return smallest_limit(
-            first,
-            first,
-            n_partitions,
-            at_least=max(least_first, quick.value - most_second),
-            limits=[Limit(second, second, most_second), *limits],
-            filled=filled,
-        ).value
 
     def total_of(bounds: Sequence[int]) -> int:
         return sum(largest_partition(sums, sums, bounds) for sums in (first, second))
@@ -123,14 +114,6 @@ def smallest_sum(
         cuts = fill(kept, *anywhere)
         return cuts, kept, all(limit.allows(cuts[-1], n_layers) for limit in kept)
 
-    def smaller_sum(most_first: int, best: int) -> int:
-        """Return the sum of a good split with a limit of the first; `best` if it is not smaller."""
-        cuts, _, is_kept = probe(most_first, best - most_first)
-        if not is_kept:
-            return best
-        _, bounds = least_of_second(most_first, (*cuts, n_layers))
-        return min(total_of(bounds), best)
-
     pairs: list[tuple[int, int]] = []
     # Splits that are still to be looked at have a first cost of at most `most_first` and a second
     # of at least `least_second`: all that were left out have a larger sum than `best`.
@@ -143,8 +126,9 @@ def smallest_sum(
             if total > best:
                 leap, too_far = leap // 4, leap
                 continue
-            found, bounds = least_of_second(most_first, (*cuts, n_layers))
-            needed = least_of_first(found, bounds)
+            within = Limit(first, first, most_first)
+            found, bounds = least_of(second, within, least_second, (*cuts, n_layers))
+            needed, _ = least_of(first, Limit(second, second, found), least_first, bounds)
             if needed + found < best:
                 best = needed + found
                 pairs.clear()
@@ -153,11 +137,15 @@ def smallest_sum(
             most_first, least_second, leap, too_far = needed - 1, found + 1, 0, best
             for quarters in far_apart:
                 room = min(most_first, best - least_second) - least_first
-                there = least_first + quarters * room // 4
-                total = smaller_sum(there, best) if room > 0 else best
-                if total < best:
-                    best = total
-                    pairs.clear()
+                if room <= 0:
+                    break
+                within = Limit(first, first, least_first + quarters * room // 4)
+                cuts, _, is_kept = probe(within.most, best - within.most)
+                if is_kept:
+                    _, bounds = least_of(second, within, least_second, (*cuts, n_layers))
+                    if total_of(bounds) < best:
+                        best = total_of(bounds)
+                        pairs.clear()
             far_apart = ()
         else:
             refused = refusals(second, second, cuts, trial.most, others)
