@@ -73,7 +73,7 @@ def sensitivity(
     """
     # Whether a move is allowed and what it costs may both depend on the peaks.
     needs = None if peaks is None else cache(peaks)
-    allowed = _Allowed(problem, bounds, modes, order, needs)
+    allowed = _allows(problem, bounds, modes, order, needs)
     if objective == "makespan" and makespans is not None:
         growths = _simulated(bounds, allowed, makespans)
     else:
@@ -105,44 +105,36 @@ def _moved(bounds: Sequence[int], j: int, cut: int) -> tuple[int, ...]:
     return (*bounds[:j], cut, *bounds[j + 1 :])
 
 
-class _Allowed:
-    """Tells whether a moved cut keeps rules and limits."""
+def _allows(
+    problem: Problem,
+    bounds: Sequence[int],
+    modes: Sequence[CheckpointMode],
+    order: Sequence[int],
+    needs: Peaks | None,
+) -> Callable[[int, int], bool]:
+    """Return a function that tells whether a moved cut keeps rules and limits."""
+    rules, memory = problem.rules or Rules(), problem.memory
+    limits = [problem.limits[k] for k in order]
 
-    def __init__(
-        self,
-        problem: Problem,
-        bounds: Sequence[int],
-        modes: Sequence[CheckpointMode],
-        order: Sequence[int],
-        needs: Peaks | None,
-    ) -> None:
-        self._problem, self._bounds, self._modes = problem, bounds, modes
-        self._rules = problem.rules or Rules()
-        self._limits = [problem.limits[k] for k in order]
-        self._needs = needs if problem.is_limited else None
-
-    def __call__(self, j: int, cut: int) -> bool:
-        """Whether partitions j - 1 and j may be cut there."""
-        start, end = self._bounds[j - 1], self._bounds[j + 1]
-        if not (self._rules.allows(start, cut, j - 1) and self._rules.allows(cut, end, j)):
-            return False
+    def is_allowed(j: int, start: int, end: int) -> bool:
         # A partition that does not fit without what waits does not fit with it.
-        if not (self._fits(j - 1, start, cut) and self._fits(j, cut, end)):
-            return False
-        if self._needs is None:
-            return True
-        needed = self._needs(_moved(self._bounds, j, cut))
-        return all(
-            limit is None or need <= limit for need, limit in zip(needed, self._limits, strict=True)
+        return rules.allows(start, end, j) and (
+            memory is None or memory.fits(start, end, j, modes[j], limits[j])
         )
 
-    def _fits(self, j: int, start: int, end: int) -> bool:
-        memory = self._problem.memory
-        return memory is None or memory.fits(start, end, j, self._modes[j], self._limits[j])
+    def allowed(j: int, cut: int) -> bool:
+        if not (is_allowed(j - 1, bounds[j - 1], cut) and is_allowed(j, cut, bounds[j + 1])):
+            return False
+        if needs is None or not problem.is_limited:
+            return True
+        needed = zip(needs(_moved(bounds, j, cut)), limits, strict=True)
+        return all(limit is None or need <= limit for need, limit in needed)
+
+    return allowed
 
 
 def _simulated(
-    bounds: Sequence[int], allowed: _Allowed, makespans: Makespans
+    bounds: Sequence[int], allowed: Callable[[int, int], bool], makespans: Makespans
 ) -> dict[tuple[int, int], float]:
     moves = [move for move in _moves(bounds) if allowed(*move)]
     now, *found = makespans([tuple(bounds), *(_moved(bounds, *move) for move in moves)])
@@ -216,7 +208,7 @@ def _of_paths(
     """Return the growth of the makespan where any partition may be the one that decides."""
     if len(modes) > _MOST_PATHS:
         return None
-    times_of, repeats = _Partitions(problem, modes, order).times_of, problem.chunks - 1
+    times_of, repeats = _times_of(problem, modes, order), problem.chunks - 1
     parts = [times_of(j, start, end) for j, (start, end) in enumerate(pairwise(bounds))]
 
     def value(rows: Sequence[_PartTimes]) -> int:
@@ -247,7 +239,7 @@ def _of_times(
     objective: TimeObjective,
 ) -> Callable[[int, int], float]:
     """Return the growth of makespan or bottleneck, from the two partitions that change."""
-    times_of, repeats = _Partitions(problem, modes, order).times_of, problem.chunks - 1
+    times_of, repeats = _times_of(problem, modes, order), problem.chunks - 1
     parts = [times_of(j, start, end) for j, (start, end) in enumerate(pairwise(bounds))]
     #: By partition, what limits the pace of each phase and of both together.
     paces = list(zip(*(part.paces for part in parts), strict=True))
@@ -296,21 +288,15 @@ class _PartTimes(NamedTuple):
         return self.forward_phase, self.backward_phase, self.load
 
 
-class _Partitions:
-    """The times of partitions of any layers, each on its device and in its mode."""
+def _times_of(
+    problem: Problem, modes: Sequence[CheckpointMode], order: Sequence[int]
+) -> Callable[[int, int, int], _PartTimes]:
+    """Return a function for the times of partitions of any layers, by device and mode."""
+    costs = problem.costs
 
-    def __init__(
-        self, problem: Problem, modes: Sequence[CheckpointMode], order: Sequence[int]
-    ) -> None:
-        self._costs, self._modes, self._order = problem.costs, modes, order
-
-    def times_of(self, j: int, start: int, end: int) -> _PartTimes:
-        """Return the times of partition j with these layers."""
-        costs = self._costs
-        part = costs.part(start, end, self._order[j], self._modes[j])
-        there, back = costs.send[start], costs.give_back[start]
-        if not costs.overlaps:
-            there = back = 0
+    def times_of(j: int, start: int, end: int) -> _PartTimes:
+        part = costs.part(start, end, order[j], modes[j])
+        there, back = (costs.send[start], costs.give_back[start]) if costs.overlaps else (0, 0)
         return _PartTimes(
             once=part.forward + part.backward + there + back,
             last_recompute=part.last_recompute,
@@ -318,3 +304,5 @@ class _Partitions:
             backward_phase=max(part.backward + part.recompute, back),
             load=max(part.load, there + back),
         )
+
+    return times_of
