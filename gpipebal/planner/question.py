@@ -108,23 +108,23 @@ class Question:
 
     profile: Profile
     n_partitions: int
-    chunks: tuple[int, ...] | None = None
-    checkpoint: Checkpoint | Literal["auto"] = "except_last"
-    schedule: str = "gpipe"
-    objective: Objective = "makespan"
-    devices: tuple[DeviceCosts, ...] | None = None
-    any_order: bool = False
-    limits: int | tuple[int | None, ...] | None = None
-    reserve: int | None = None
-    link: Link | None = None
-    rules: Rules | None = None
-    cost: AnyCost | None = None
-    method: str = "auto"
-    time_limit: float | None = None
-    loss_inside: bool = False
-    shared_memory: bool = False
-    gradients_exist: bool = False
-    notes: tuple[str, ...] = ()
+    chunks: tuple[int, ...] | None
+    checkpoint: Checkpoint | Literal["auto"]
+    schedule: str
+    objective: Objective
+    devices: tuple[DeviceCosts, ...] | None
+    any_order: bool
+    limits: int | tuple[int | None, ...] | None
+    reserve: int | None
+    link: Link | None
+    rules: Rules | None
+    cost: AnyCost | None
+    method: str
+    time_limit: float | None
+    loss_inside: bool
+    shared_memory: bool
+    gradients_exist: bool
+    notes: tuple[str, ...]
     known_memory: KnownMemory = field(default_factory=KnownMemory, compare=False, repr=False)
     deadline: Deadline = field(default=NO_DEADLINE, compare=False, repr=False)
 
