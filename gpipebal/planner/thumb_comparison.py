@@ -226,22 +226,15 @@ def compare_rules(
     return RuleTable(tuple(rows), plan.objective, plan.lower_bound, plan.chunks, plan.schedule)
 
 
-#: The objective to ask for, by that of the plan: what `_row` needs of others, every plan tells.
-_ASKED: dict[str, Objective] = {
-    "makespan": "makespan",
-    "bottleneck": "bottleneck",
-    "peak_memory": "makespan",
-    "cost": "makespan",
-}
-
-
 def _posed_at_quantile(plan: Plan, profile: Profile, options: Options) -> Posed:
     """Pose the question what balances cost, at the quantile that the plan was made with."""
     quantile = options.get("quantile")
     if quantile is not None:
         # Taken before the rows of micro-batches are chosen, as in `solve`.
         profile = at_quantile(profile, quantile)
-    return posed_as(plan, profile, {**options, "objective": _ASKED[plan.objective]})
+    # What `_row` needs of other objectives, every plan tells.
+    asked: Objective = "bottleneck" if plan.objective == "bottleneck" else "makespan"
+    return posed_as(plan, profile, {**options, "objective": asked})
 
 
 def _row(rule: str, costs: Plan, plan: Plan) -> RuleRow:

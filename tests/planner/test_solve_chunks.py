@@ -145,7 +145,7 @@ def test_auto_is_the_best_of_all_candidates(
     question = ask(profile, n, Options(chunks="auto", **options))
     for plan in plans:
         posed = pose(question, plan.chunks)
-        bound = lower_bound_of(posed.problem, "makespan")
+        bound = lower_bound_of(posed.problem)
         assert bound <= plan.lower_bound * (1 + 1e-12)
 
 

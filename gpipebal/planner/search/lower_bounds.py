@@ -14,18 +14,16 @@ from gpipebal.solvers.bisection import largest_layer
 __all__ = ["lower_bound_of", "quick_bound_of"]
 
 
-def lower_bound_of(problem: Problem, objective: str) -> float:
-    """Bound the makespan of every split under GPipe, without a search; 0 for another objective.
+def lower_bound_of(problem: Problem) -> float:
+    """Bound the makespan of every split under GPipe, without a search.
 
     One micro-batch goes through all layers, and all others at least through the largest layer, or
     an even share, on the fastest device for it.
 
     Example:
-        >>> lower_bound_of(Problem([1, 3], [2, 6], [1, 3], 2, chunks=3), "makespan")
+        >>> lower_bound_of(Problem([1, 3], [2, 6], [1, 3], 2, chunks=3))
         36
     """
-    if objective != "makespan":
-        return 0
     costs, modes = problem.costs, problem.modes
     forward, backward, _ = map(least_sums, zip(*costs.types, strict=True))
     phases = [forward, backward]
@@ -42,9 +40,9 @@ def lower_bound_of(problem: Problem, objective: str) -> float:
 def quick_bound_of(posed: Posed) -> float:
     """Bound the value of every plan that answers a question; 0 where no bound is quickly known."""
     question = posed.question
-    if question.cost is not None:
+    if question.minimised != "makespan":
         return 0.0
     if question.is_searched:
         shares = weight_shares(posed.profile)
         return bound_of(posed.problem, question.schedule, weight_share=shares)
-    return lower_bound_of(posed.problem, question.objective)
+    return lower_bound_of(posed.problem)
