@@ -241,13 +241,19 @@ def _fewer_partitions(question: Question) -> Iterator[tuple[str, Question]]:
 def _more_chunks(question: Question) -> Iterator[tuple[str, Question]]:
     """Find the fewest micro-batches with which something fits."""
     candidates = _larger_counts(question)
-    for checkpoint in dict.fromkeys((question.checkpoint, "auto")):
+    for also, changed in _also_in_any_mode(question):
         for chunks in candidates:
-            changed = replace(question, chunks=(chunks,), checkpoint=checkpoint)
-            if has_plan(changed):
-                mode = "" if checkpoint == question.checkpoint else ", checkpoint='auto'"
-                yield f"chunks={chunks}{mode}", changed
+            more = replace(changed, chunks=(chunks,))
+            if has_plan(more):
+                yield f"chunks={chunks}{also}", more
                 return
+
+
+def _also_in_any_mode(question: Question) -> Iterator[tuple[str, Question]]:
+    """Yield the question itself and, if modes are given, with open ones; and how to write that."""
+    yield "", question
+    if question.checkpoint != "auto":
+        yield ", checkpoint='auto'", replace(question, checkpoint="auto")
 
 
 def _larger_counts(question: Question) -> list[int]:
@@ -269,13 +275,11 @@ def _more_partitions(question: Question) -> Iterator[tuple[str, Question]]:
         return
     n = question.n_partitions
     last = min(rules.most_partitions(question.profile.n_layers), _MOST_TIMES * n)
-    checkpoints: Sequence[object] = ("auto",)
-    if isinstance(question.checkpoint, str):
-        checkpoints = dict.fromkeys((question.checkpoint, "auto"))  # type: ignore[assignment]
-    for checkpoint in checkpoints:
+    for also, changed in _also_in_any_mode(question):
         low, high = n, last
-        changed = replace(question, checkpoint=checkpoint)  # type: ignore[arg-type]
-        if high <= low or not has_plan(replace(changed, n_partitions=high)):
+        # A mode for each partition says nothing of others.
+        one_for_all = isinstance(changed.checkpoint, str)
+        if high <= low or not (one_for_all and has_plan(replace(changed, n_partitions=high))):
             continue
         # Not every device more helps, but the number that is found has been tried.
         while high - low > 1:
@@ -284,8 +288,7 @@ def _more_partitions(question: Question) -> Iterator[tuple[str, Question]]:
                 high = middle
             else:
                 low = middle
-        mode = "" if checkpoint == question.checkpoint else ", checkpoint='auto'"
-        yield f"partitions={high}{mode}", replace(changed, n_partitions=high)
+        yield f"partitions={high}{also}", replace(changed, n_partitions=high)
         return
 
 
