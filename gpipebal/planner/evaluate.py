@@ -106,7 +106,7 @@ def evaluate(
     )
     plan = plan_of_balance(pose(ask(profile, n_partitions, options), chunks), bounds, modes)
     # The bound's sums are in another order, so it may be higher by a rounding error.
-    return replace(plan, lower_bound=min(plan.makespan, _least_makespan(plan)))
+    return replace(plan, lower_bound=min(plan.makespan, _least_makespan(plan)), status="feasible")
 
 
 def _least_makespan(plan: Plan) -> float:

@@ -128,7 +128,7 @@ def plan_of_balance(
     order = tuple(range(len(bounds) - 1)) if order is None else tuple(order)
     value = value_of(posed, bounds, modes, order)
     assert value is not None
-    given = Split(tuple(bounds), value, 0.0, "feasible", "given", tuple(modes), order)
+    given = Split(tuple(bounds), value, 0.0, "given", tuple(modes), order)
     return plan_of_split(posed, given)
 
 

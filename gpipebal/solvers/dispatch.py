@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, assert_never
 
 from gpipebal.argument_kinds import check_kind, is_word
@@ -61,7 +61,6 @@ class Split:
         bounds: Where partitions begin and end: 0, the cuts, number of layers.
         value: What was minimised: in the unit of the problem's times, or bytes.
         lower_bound: No split into as many partitions has a smaller value, in the same unit.
-        status: ``'optimal'`` when `value` equals `lower_bound`, else ``'feasible'``.
         method: Name of the algorithm.
         modes: Checkpoint mode of each partition.
         order: Device of each partition, as an index into the problem's devices.
@@ -70,10 +69,14 @@ class Split:
     bounds: tuple[int, ...]
     value: float
     lower_bound: float
-    status: Literal["optimal", "feasible"]
     method: str
-    modes: tuple[CheckpointMode, ...] = field(default=())
-    order: tuple[int, ...] = field(default=())
+    modes: tuple[CheckpointMode, ...] = ()
+    order: tuple[int, ...] = ()
+
+    @property
+    def status(self) -> Literal["optimal", "feasible"]:
+        """``'optimal'`` if `value` equals `lower_bound`, else ``'feasible'``."""
+        return "optimal" if self.lower_bound >= self.value else "feasible"
 
     @property
     def balance(self) -> tuple[int, ...]:
@@ -87,9 +90,7 @@ class Split:
 
     def with_bound(self, lower_bound: float) -> Split:
         """Return the same split with another bound, which no split's value is below."""
-        bound = min(lower_bound, self.value)
-        status: Literal["optimal", "feasible"] = "optimal" if bound >= self.value else "feasible"
-        return replace(self, lower_bound=bound, status=status)
+        return replace(self, lower_bound=min(lower_bound, self.value))
 
 
 def split(
@@ -304,15 +305,9 @@ def _plain(problem: Problem, objective: TimeObjective, method: str) -> Split:
     else:
         assert_never(objective)
     bounds, value, lower_bound = solve(problem)
-    return Split(
-        bounds=bounds,
-        value=problem.to_time(value),
-        lower_bound=problem.to_time(lower_bound),
-        status="optimal" if value == lower_bound else "feasible",
-        method=method,
-        modes=problem.modes or (),
-        order=tuple(range(problem.n_partitions)),
-    )
+    numbers = problem.to_time(value), problem.to_time(lower_bound)
+    order = tuple(range(problem.n_partitions))
+    return Split(bounds, *numbers, method, problem.modes or (), order)
 
 
 def solve_levels(
@@ -334,12 +329,4 @@ def solve_levels(
 
 
 def split_of(path: Path, value: float, lower_bound: float, method: str) -> Split:
-    return Split(
-        bounds=path.bounds,
-        value=value,
-        lower_bound=min(lower_bound, value),
-        status="optimal" if lower_bound >= value else "feasible",
-        method=method,
-        modes=path.modes,
-        order=path.order,
-    )
+    return Split(path.bounds, value, min(lower_bound, value), method, path.modes, path.order)

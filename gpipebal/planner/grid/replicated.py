@@ -287,9 +287,7 @@ class _BestReplica:
 
     def _split_of(self, bounds: Sequence[int], modes: Sequence[CheckpointMode]) -> Split:
         makespan = self._posed.problem.makespan(bounds, modes, self._order)
-        return Split(
-            tuple(bounds), makespan, 0.0, "feasible", self._plan.method, tuple(modes), self._order
-        )
+        return Split(tuple(bounds), makespan, 0.0, self._plan.method, tuple(modes), self._order)
 
     def _time_of(self, bounds: Sequence[int], modes: Sequence[CheckpointMode]) -> float:
         problem = self._posed.problem

@@ -126,7 +126,6 @@ def search_schedule(
         modes=modes,
         value=value,
         lower_bound=value if proven else min(lower_bound, value),
-        status="optimal" if proven else "feasible",
         method="schedule enumeration" if exhausted else "schedule search",
     )
 

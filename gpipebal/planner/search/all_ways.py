@@ -38,7 +38,7 @@ def all_ways(posed: Posed, most: int) -> list[Split] | None:
     if orders is None or count * len(orders) > most:
         return None
     return [
-        Split(bounds, 0, 0, "feasible", "", modes, order)
+        Split(bounds, 0, 0, "", modes, order)
         for bounds in _bounds(problem)
         for modes in _modes(question.checkpoint, n, posed.chunks)
         for order in orders

@@ -132,7 +132,7 @@ def _with_less_open(posed: Posed, best: Best) -> Iterator[Posed]:
 def _as_asked(posed: Posed, plan: Plan, value: float, bound: float) -> Plan:
     """Turn the plan for another question about this chain into one for this question."""
     ends = to_bounds(plan.balance)
-    split = Split(ends, value, bound, "feasible", plan.method, plan.modes, plan.places)
+    split = Split(ends, value, bound, plan.method, plan.modes, plan.places)
     same = plan_of_split(posed, split).with_bound(min(bound, value))
     # The least peak has a gap because of what waits, whether there is a limit or not.
     is_noted = posed.problem.is_limited and posed.question.objective != "peak_memory"
@@ -185,7 +185,7 @@ def _best_as_asked(posed: Posed) -> Best:
         careful = _solved_again(posed, posed.cautious, deadline)
         best = _best_fitting(None if careful is None else plan_of_split(posed, careful), best)
     n_places = posed.problem.n_layers * posed.problem.n_partitions
-    is_late = deadline.left == 0
+    is_late = deadline.is_up
     if best is None and is_late:
         best = _with_most_room(posed)  # quicker than what is left
     if best is None or (best.value > bound and n_places <= _FEW_PLACES):
@@ -205,7 +205,7 @@ def _best_under_lower_limits(
     best: Plan | None = None
 
     def solve(problem: Problem) -> Split | None:
-        is_enough = best is not None and deadline.left == 0
+        is_enough = best is not None and deadline.is_up
         return None if is_enough else _solved_again(posed, problem, deadline)
 
     for split, one in chain([(found, plan)], under_lower_limits(posed, found, plan, solve)):
@@ -255,7 +255,7 @@ def _among_next(
     for other in _next_best(posed, most):
         if is_given:
             bound = max(bound, other.lower_bound)
-        if best is not None and (deadline.left == 0 or other.lower_bound >= best.value):
+        if best is not None and (deadline.is_up or other.lower_bound >= best.value):
             return best, bound
         n_tried += 1
         plan = roomier(posed, plan_of_split(posed, other))

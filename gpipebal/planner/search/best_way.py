@@ -110,5 +110,5 @@ def _tie_of(posed: Posed, way: Split) -> tuple[float, ...]:
 
 def _plan_of(posed: Posed, way: Split, value: float, found: Split) -> Plan:
     """Turn a way into a plan, as if it were the best."""
-    best = replace(way, value=value, lower_bound=value, status="optimal", method=found.method)
+    best = replace(way, value=value, lower_bound=value, method=found.method)
     return plan_of_split(posed, best)

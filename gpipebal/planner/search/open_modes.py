@@ -103,6 +103,6 @@ def _with_modes(posed: Posed, plan: Plan, modes: tuple[CheckpointMode, ...]) -> 
     if value is None:
         return None
     bound = min(plan.lower_bound, value)
-    split = Split(bounds, value, bound, "feasible", plan.method, modes, order)
+    split = Split(bounds, value, bound, plan.method, modes, order)
     other = plan_of_split(posed, split).with_bound(bound)
     return replace(other, notes=plan.notes)

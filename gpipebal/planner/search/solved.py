@@ -95,4 +95,4 @@ def _any_cost(posed: Posed, problem: Problem) -> Split | None:
         value, bounds = split_any_cost(allowed, n_layers, n_partitions, rules=problem.rules)
     except InfeasibleError:
         return None
-    return Split(bounds, value, value, "optimal", "dense table", modes, tuple(range(n_partitions)))
+    return Split(bounds, value, value, "dense table", modes, tuple(range(n_partitions)))
