@@ -16,7 +16,16 @@ from collections.abc import Sequence
 from operator import gt
 from typing import NamedTuple
 
-__all__ = ["Limit", "Solution", "everywhere", "meet", "reach_limit", "reach_within", "windows"]
+__all__ = [
+    "Limit",
+    "Solution",
+    "Windows",
+    "everywhere",
+    "meet",
+    "narrowed",
+    "reach_limit",
+    "reach_within",
+]
 
 
 class Solution(NamedTuple):
@@ -41,6 +50,18 @@ class Limit(NamedTuple):
     def allows(self, start: int, end: int) -> bool:
         """Tell whether a partition may be the layers `start` to ``end - 1``."""
         return self.ends[end] - self.starts[start] <= self.most
+
+
+class Windows(NamedTuple):
+    """The first and the last place of each bound; both increase from 0 to the number of layers."""
+
+    first: Sequence[int]
+    last: Sequence[int]
+
+    @property
+    def width(self) -> int:
+        """Number of places, one less for each window."""
+        return sum(self.last) - sum(self.first)
 
 
 def reach_limit(reach: Sequence[int]) -> Limit:
@@ -88,38 +109,35 @@ def meet(*reaches: Sequence[int]) -> list[int]:
     return list(map(min, *reaches))
 
 
-def everywhere(n_layers: int, n_partitions: int) -> tuple[list[int], list[int]]:
-    """Return the first and the last place that each bound may have, without any limit.
+def everywhere(n_layers: int, n_partitions: int) -> Windows:
+    """Return where each bound may be without any limit.
 
     Example:
         >>> everywhere(5, 3)
-        ([0, 1, 2, 5], [0, 3, 4, 5])
+        Windows(first=[0, 1, 2, 5], last=[0, 3, 4, 5])
     """
     lows, highs = range(n_partitions), range(n_layers - n_partitions + 1, n_layers)
-    return [*lows, n_layers], [0, *highs, n_layers]
+    return Windows([*lows, n_layers], [0, *highs, n_layers])
 
 
-def windows(
-    limits: Sequence[Limit], lows: Sequence[int], highs: Sequence[int]
-) -> tuple[list[int], list[int]] | None:
+def narrowed(limits: Sequence[Limit], windows: Windows) -> Windows | None:
     """Find where each bound can be in a split that keeps limits.
 
     Args:
         limits: What every partition keeps.
-        lows: First place that each bound may have; increasing from 0 to the number of layers.
-        highs: Last place that each bound may have; increasing likewise.
+        windows: Where each bound may be.
 
     Returns:
-        First and last place of each bound; every place between is taken by some valid split as
-        well. None if there is no valid split.
+        Windows in which every place is taken by some valid split. None if there is no valid split.
 
     Complexity:
         O(K log N) for N layers and K partitions, times the number of limits.
 
     Example:
-        >>> windows([reach_limit([2, 3, 4, 4])], *everywhere(4, 3))
-        ([0, 1, 2, 4], [0, 2, 3, 4])
+        >>> narrowed([reach_limit([2, 3, 4, 4])], everywhere(4, 3))
+        Windows(first=[0, 1, 2, 4], last=[0, 2, 3, 4])
     """
+    lows, highs = windows
     last = [0]
     for end in highs[1:]:
         start = last[-1]
@@ -139,4 +157,4 @@ def windows(
                 start = bisect_left(starts, least, start, end)
         first.append(start)
     first.append(0)
-    return first[::-1], last
+    return Windows(first[::-1], last)

@@ -13,7 +13,15 @@ from solvers.cases import KNOWN_BOTTLENECKS
 from gpipebal.problem import Problem
 from gpipebal.solvers import bisection, split
 from gpipebal.solvers.bisection import fill, floor, largest_layer, smallest_limit
-from gpipebal.solvers.chain import Limit, everywhere, meet, reach_limit, reach_within, windows
+from gpipebal.solvers.chain import (
+    Limit,
+    Windows,
+    everywhere,
+    meet,
+    narrowed,
+    reach_limit,
+    reach_within,
+)
 
 COSTS = st.one_of(
     st.lists(st.integers(0, 3), min_size=1, max_size=40),
@@ -22,9 +30,9 @@ COSTS = st.one_of(
 )
 
 
-def windows_of(reach: list[int], n_partitions: int) -> tuple[list[int], list[int]] | None:
+def windows_of(reach: list[int], n_partitions: int) -> Windows | None:
     """Find where each cut stands, if partitions extend no further than a list says."""
-    return windows([reach_limit(reach)], *everywhere(len(reach), n_partitions))
+    return narrowed([reach_limit(reach)], everywhere(len(reach), n_partitions))
 
 
 @pytest.mark.parametrize("name", KNOWN_BOTTLENECKS)
@@ -151,7 +159,7 @@ def test_windows_are_the_same_without_a_list_of_all_places(
         for column in (sums, others)
     ]
     reach = meet(*(reach_within(*limit) for limit in limits))
-    found = windows(limits, *everywhere(n_layers, n_partitions))
+    found = narrowed(limits, everywhere(n_layers, n_partitions))
     assert found == windows_of(reach, n_partitions)
 
 

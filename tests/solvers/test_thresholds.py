@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import dense_sum_of_maxima
 
-from gpipebal.solvers.chain import everywhere, meet, reach_limit, reach_within, windows
+from gpipebal.solvers.chain import everywhere, meet, narrowed, reach_limit, reach_within
 from gpipebal.solvers.filling.thresholds import smallest_sum
 
 
@@ -62,4 +62,4 @@ def test_smallest_sum_is_certified_where_costs_pull_apart() -> None:
         within = reach_within(one, one, limit)
         rest = found.total - 1 - limit
         reach = meet(within, reach_within(two, two, rest))
-        assert windows([reach_limit(reach)], *everywhere(80, 6)) is None
+        assert narrowed([reach_limit(reach)], everywhere(80, 6)) is None

@@ -14,7 +14,15 @@ from oracles import dense_least_squares
 from gpipebal.problem import Problem, Rules
 from gpipebal.solvers import split
 from gpipebal.solvers.bisection import smallest_limit
-from gpipebal.solvers.chain import Limit, meet, reach_limit, reach_within, windows
+from gpipebal.solvers.chain import (
+    Limit,
+    Windows,
+    everywhere,
+    meet,
+    narrowed,
+    reach_limit,
+    reach_within,
+)
 from gpipebal.solvers.sets import evenness
 from gpipebal.solvers.tiebreak import by_rows, choose, near_even
 from gpipebal.solvers.tiebreak.choose import fewest_squares, sum_of_squares
@@ -176,9 +184,9 @@ def test_windows_near_even_places_are_narrow(heavy: int) -> None:
     costs = [1 + (37 * layer * layer) % 11 for layer in range(300)]
     costs[heavy] = 10**4
     sums = list(accumulate(costs, initial=0))
-    everywhere = [*range(8), 300], [0, *range(293, 301)]
-    even = near_even.near_even(sums, [], *everywhere)
-    found = near_even.near_even_windows(sums, [], *everywhere, even)
+    windows = Windows([*range(8), 300], [0, *range(293, 301)])
+    even = near_even.near_even(sums, [], windows)
+    found = near_even.near_even_windows(sums, [], windows, even)
     places = sum(end - start for pair in found for start, end in zip(*pair, strict=True))
     assert 0 < places < 300
 
@@ -216,12 +224,11 @@ def test_places_that_lead_nowhere_are_not_taken(seed: int) -> None:
     n_partitions = rng.choice([10, 25, 50])
     least = smallest_limit(sums, sums, n_partitions, at_least=0).value
     limits = [Limit(sums, sums, least)]
-    lows, highs = range(n_partitions), range(1001 - n_partitions, 1000)
-    found = windows(limits, [*lows, 1000], [0, *highs, 1000])
+    found = narrowed(limits, everywhere(1000, n_partitions))
     assert found is not None
-    even = near_even.near_even(sums, limits, *found)
-    by_row = by_rows.squares_by_rows(sums, limits, *found, even, 10**9)
-    assert by_row == squares_in_windows(sums, limits, *found)
+    even = near_even.near_even(sums, limits, found)
+    by_row = by_rows.squares_by_rows(sums, limits, found, even, 10**9)
+    assert by_row == squares_in_windows(sums, limits, found)
 
 
 @pytest.mark.parametrize("loose", [1.0, 1.02, 1.1, 1.5])

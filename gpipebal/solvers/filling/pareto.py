@@ -18,7 +18,14 @@ from itertools import accumulate
 from typing import Any
 
 from gpipebal.problem import Problem
-from gpipebal.solvers.chain import everywhere, meet, reach_limit, reach_within, windows
+from gpipebal.solvers.chain import (
+    Windows,
+    everywhere,
+    meet,
+    narrowed,
+    reach_limit,
+    reach_within,
+)
 
 __all__ = ["ParetoProgram", "TooManyLabels"]
 
@@ -116,20 +123,15 @@ class ParetoProgram:
         """
         if any(start >= end for start, end in enumerate(reach)):
             return None
-        places = windows([reach_limit(reach)], *everywhere(self.n_layers, self.n_partitions))
-        if places is None:
+        windows = narrowed([reach_limit(reach)], everywhere(self.n_layers, self.n_partitions))
+        if windows is None:
             return None
         # What the rest of the chain cannot avoid: forwards, backwards, and both together.
-        rests = zip(
-            *(
-                _best_rests(sums, *places)
-                for sums in (self.forward, self.backward_phase, self.loads)
-            ),
-            strict=True,
-        )
+        columns = (self.forward, self.backward_phase, self.loads)
+        rests = zip(*(_best_rests(sums, windows) for sums in columns), strict=True)
         before: dict[int, list[_Label]] = {0: [(0, 0, first)]}
         n_labels = 0
-        for first_end, reachable in list(zip(places[0], rests, strict=True))[1:]:
+        for first_end, reachable in list(zip(windows.first, rests, strict=True))[1:]:
             here = {}
             for end, rest in enumerate(zip(*reachable, strict=True), first_end):
                 labels: list[_Label] = []
@@ -199,13 +201,12 @@ def _unavoidable(sums: Sequence[int], n_partitions: int) -> list[int]:
     return bounds
 
 
-def _best_rests(sums: Sequence[int], first: Sequence[int], last: Sequence[int]) -> list[list[int]]:
+def _best_rests(sums: Sequence[int], windows: Windows) -> list[list[int]]:
     """Find the smallest bottleneck of every rest of the chain.
 
     Args:
         sums: Prefix sums of the layers' costs.
-        first: First place of each bound; see `gpipebal.solvers.chain.windows`.
-        last: Last place of each bound.
+        windows: Where each bound may be.
 
     Returns:
         One row per bound, with one entry per place where it may stand: the bottleneck of what
@@ -215,9 +216,10 @@ def _best_rests(sums: Sequence[int], first: Sequence[int], last: Sequence[int]) 
         O(w) for w places in all windows.
 
     Example:
-        >>> _best_rests([0, 1, 3, 6], [0, 1, 3], [0, 2, 3])
+        >>> _best_rests([0, 1, 3, 6], Windows([0, 1, 3], [0, 2, 3]))
         [[3], [5, 3], [0]]
     """
+    first, last = windows
     rows = [[0]]
     for k in range(len(first) - 2, -1, -1):  # k: bound
         after, offset = rows[-1], first[k + 1]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpipebal.solvers.chain import Limit
+from gpipebal.solvers.chain import Limit, Windows
 from gpipebal.solvers.tiebreak.near_even import Even
 
 __all__ = ["fits", "squares_by_rows"]
@@ -63,8 +63,7 @@ class _Places(NamedTuple):
 def squares_by_rows(
     loads: Sequence[int],
     limits: Sequence[Limit],
-    first: Sequence[int],
-    last: Sequence[int],
+    windows: Windows,
     even: Even,
     most_runs: int,
 ) -> tuple[int, ...] | None:
@@ -73,8 +72,7 @@ def squares_by_rows(
     Args:
         loads: Prefix sums of the layers' weights.
         limits: What every partition keeps.
-        first: First place of each bound; see `gpipebal.solvers.chain.windows`.
-        last: Last place of each bound.
+        windows: Where each bound can be.
         even: What `gpipebal.solvers.tiebreak.near_even.near_even` found; it `fits`.
         most_runs: How many runs may be looked at.
 
@@ -87,11 +85,11 @@ def squares_by_rows(
 
     Example:
         >>> sums = [0, 1, 2, 3, 4]
-        >>> windows = [0, 1, 4], [0, 3, 4]
-        >>> squares_by_rows(sums, [Limit(sums, sums, 3)], *windows, Even(2, (), 2), 99)
+        >>> windows = Windows([0, 1, 4], [0, 3, 4])
+        >>> squares_by_rows(sums, [Limit(sums, sums, 3)], windows, Even(2, (), 2), 99)
         (0, 2, 4)
     """
-    places = _places(loads, limits, first, last, even)
+    places = _places(loads, limits, windows, even)
     spans = _spans(places)
     if any(map(gt, *spans)):
         return ()
@@ -104,7 +102,7 @@ def squares_by_rows(
     at, excess, mean = places.at, places.excess, even.mean
     bounds, place, total = [0], 0, int(kept[0][0])
     for k, (head, row) in enumerate(zip(places.heads[1:], kept[1:], strict=True), 1):  # k: cut
-        left, low, high = first[k] - head, max(place + 1, head), head + len(row)
+        left, low, high = windows.first[k] - head, max(place + 1, head), head + len(row)
         if even.heavy or high - low > _FEW:
             low = max(place + int(places.nearest[place]), low)
             high = min(place + int(places.farthest[place]) + 1, high)
@@ -166,16 +164,10 @@ def _table(places: _Places, spans: tuple[list[int], list[int]], even: Even) -> l
     return kept
 
 
-def _places(
-    loads: Sequence[int],
-    limits: Sequence[Limit],
-    first: Sequence[int],
-    last: Sequence[int],
-    even: Even,
-) -> _Places:
+def _places(loads: Sequence[int], limits: Sequence[Limit], windows: Windows, even: Even) -> _Places:
     """List all places, and how far apart the ends of a partition can be."""
     heads, pieces, behind, n_places = list[int](), list[tuple[int, int]](), 0, 0
-    for low, high in zip(first, last, strict=True):
+    for low, high in zip(*windows, strict=True):
         heads.append(n_places - max(behind - low, 0))
         pieces.append((max(low, behind), high + 1))
         behind = high + 1
@@ -215,7 +207,7 @@ def _places(
         reach = (weights if starts is loads else listed(starts))[: n_places - 1] + most
         farthest[:-1] = np.minimum(farthest[:-1], tails.searchsorted(reach, "right") - 1)
     numbers = np.arange(n_places)
-    widths = [high + 1 - low for low, high in zip(first, last, strict=True)]
+    widths = [high + 1 - low for low, high in zip(*windows, strict=True)]
     nearest = np.maximum(nearest - numbers, 1)
     return _Places(at, excess, nearest, farthest - numbers, heads, widths)
 

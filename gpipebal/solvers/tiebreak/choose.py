@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from gpipebal.solvers.bisection import floor, smallest_limit
-from gpipebal.solvers.chain import Limit, everywhere, windows
+from gpipebal.solvers.chain import Limit, everywhere, narrowed
 from gpipebal.solvers.tiebreak.by_rows import fits, squares_by_rows
 from gpipebal.solvers.tiebreak.narrow import squares_in_windows
 from gpipebal.solvers.tiebreak.near_even import near_even, near_even_windows, unevenness
@@ -110,33 +110,33 @@ def fewest_squares(
         (0, 1, 3, 4)
     """
     n_layers = len(loads) - 1
-    widest = windows(limits, *everywhere(n_layers, n_partitions))
+    widest = narrowed(limits, everywhere(n_layers, n_partitions))
     assert widest is not None
     found, few = [widest], _FEW * (n_partitions + 12)
-    if _count(*widest) <= few:
-        return squares_in_windows(loads, limits, *widest)
-    even = unevenness(loads, widest[1])
+    if widest.width <= few:
+        return squares_in_windows(loads, limits, widest)
+    even = unevenness(loads, widest.last)
     by_rows = fits(loads, limits, even)
     if n_layers > _LAYERS * n_partitions:
-        worth = _count(*widest) > _WIDE * n_partitions
+        worth = widest.width > _WIDE * n_partitions
     else:
-        worth = by_rows and _count(*widest) > 4 * _WIDE * n_partitions
+        worth = by_rows and widest.width > 4 * _WIDE * n_partitions
     if worth:
-        even = near_even(loads, limits, *widest)
-        found = near_even_windows(loads, limits, *widest, even)
+        even = near_even(loads, limits, widest)
+        found = near_even_windows(loads, limits, widest, even)
         by_rows = fits(loads, limits, even)
     splits = []
-    for first, last in found:
+    for windows in found:
         split: tuple[int, ...] | None = None
-        count = _count(first, last)
+        count = windows.width
         if by_rows and min(count, _LIKE_PRICING * n_layers) > few:
             # No more than take as long as the other methods.
             runs = _RUNS * min(count, _TABLE_PASSES * n_layers)
-            split = squares_by_rows(loads, limits, first, last, even, runs)
+            split = squares_by_rows(loads, limits, windows, even, runs)
         if split is None and count > _TABLE_PASSES * n_layers:
             return tuple(priced_least_squares(loads, limits, n_partitions))
         if split is None:
-            split = squares_in_windows(loads, limits, first, last)
+            split = squares_in_windows(loads, limits, windows)
         if split:
             splits.append(split)
     return most_even(loads, splits)
@@ -145,8 +145,3 @@ def fewest_squares(
 def most_even(loads: Sequence[int], splits: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     """Choose the split with the least sum of squares, and of equal ones the leftmost."""
     return min(splits, key=lambda bounds: (sum_of_squares(loads, bounds), bounds))
-
-
-def _count(first: Sequence[int], last: Sequence[int]) -> int:
-    """Count the places in windows, one less for each window."""
-    return sum(last) - sum(first)

@@ -9,31 +9,31 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from gpipebal.solvers.chain import Limit
+from gpipebal.solvers.chain import Limit, Windows
 from gpipebal.solvers.tiebreak.envelope import cheapest_ends
 
 __all__ = ["squares_in_windows"]
 
 
 def squares_in_windows(
-    loads: Sequence[int], limits: Sequence[Limit], first: Sequence[int], last: Sequence[int]
+    loads: Sequence[int], limits: Sequence[Limit], windows: Windows
 ) -> tuple[int, ...]:
     """Find the leftmost split with the least sum of squared weights within windows.
 
     Args:
         loads: Prefix sums of the layers' weights.
         limits: What every partition keeps.
-        first: First place of each bound; see `gpipebal.solvers.chain.windows`.
-        last: Last place of each bound.
+        windows: Where each bound can be.
 
     Complexity:
         O(w log N) for N layers and w places in all windows.
 
     Example:
         >>> sums = [0, 1, 2, 3, 4]
-        >>> squares_in_windows(sums, [Limit(sums, sums, 3)], [0, 1, 4], [0, 3, 4])
+        >>> squares_in_windows(sums, [Limit(sums, sums, 3)], Windows([0, 1, 4], [0, 3, 4]))
         (0, 2, 4)
     """
+    first, last = windows
     n_places, n_partitions = len(loads), len(first) - 1
     # Only places within windows are ever looked up.
     places: list[int] = []

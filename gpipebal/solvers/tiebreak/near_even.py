@@ -21,7 +21,7 @@ from itertools import accumulate, islice, pairwise
 from math import isqrt
 from typing import NamedTuple
 
-from gpipebal.solvers.chain import Limit, windows
+from gpipebal.solvers.chain import Limit, Windows, narrowed
 from gpipebal.solvers.tiebreak.heavy import (
     even_ends,
     even_shares,
@@ -34,8 +34,6 @@ __all__ = ["Even", "near_even", "near_even_windows", "unevenness"]
 
 #: With more ways to share partitions among stretches than this, all are treated as one.
 _MOST_SHARES = 8
-
-Windows = tuple[list[int], list[int]]
 
 
 class Even(NamedTuple):
@@ -67,43 +65,38 @@ def unevenness(loads: Sequence[int], known: Sequence[int]) -> Even:
     return Even(mean, (), sum([(loads[b] - loads[a] - mean) ** 2 for a, b in pairwise(known)]))
 
 
-def near_even(
-    loads: Sequence[int], limits: Sequence[Limit], first: Sequence[int], last: Sequence[int]
-) -> Even:
+def near_even(loads: Sequence[int], limits: Sequence[Limit], windows: Windows) -> Even:
     """Find a split that is nearly even, and tell how even it is.
 
     Args:
         loads: Prefix sums of the layers' weights.
         limits: What every partition keeps.
-        first: First place of each bound; see `gpipebal.solvers.chain.windows`.
-        last: Last place of each bound.
+        windows: Where each bound can be.
 
     Complexity:
         O(K log N) for N layers and K partitions.
 
     Example:
-        >>> near_even([0, 1, 2, 12, 13], [], [0, 1, 2, 4], [0, 2, 3, 4])
+        >>> near_even([0, 1, 2, 12, 13], [], Windows([0, 1, 2, 4], [0, 2, 3, 4]))
         Even(mean=1, heavy=((2, 9),), most=1, ways=(((1, 1), 5),))
     """
-    n_partitions = len(first) - 1
-    heavy = heavy_layers(loads, n_partitions)
-    even = _near_even(loads, limits, first, last, heavy)
+    heavy = heavy_layers(loads, len(windows.first) - 1)
+    even = _near_even(loads, limits, windows, heavy)
     # Two of them in one partition must cost more than the known split.
     if len(heavy) > 1 and 2 * min([excess for _, excess in even.heavy]) ** 2 <= even.most:
-        return _near_even(loads, limits, first, last, [])
+        return _near_even(loads, limits, windows, [])
     return even
 
 
 def _near_even(
     loads: Sequence[int],
     limits: Sequence[Limit],
-    first: Sequence[int],
-    last: Sequence[int],
+    windows: Windows,
     heavy: Sequence[int],
 ) -> Even:
     stretches = stretches_between(loads, heavy)
     lengths = [loads[end] - loads[begin] for begin, end in stretches]
-    free, n_even = sum(lengths), len(first) - 1 - len(heavy)
+    free, n_even = sum(lengths), len(windows.first) - 1 - len(heavy)
     mean = free // n_even
     weights = [loads[k + 1] - loads[k] for k in heavy]
     # From sums of squares, less those of heavy layers, to what partitions cost.
@@ -113,7 +106,7 @@ def _near_even(
         return sum([(loads[end] - loads[start]) ** 2 for start, end in pairwise(known)]) - less
 
     def rounded(shares: Sequence[int]) -> list[int]:
-        return _round(loads, limits, first, last, even_ends(loads, stretches, shares))
+        return _round(loads, limits, windows, even_ends(loads, stretches, shares))
 
     known = rounded(even_shares(lengths, n_even))
     most = cost(known)
@@ -129,7 +122,7 @@ def _near_even(
             ways.clear()
         # Heavy layers set the limit: all other cuts are free to be where that is best.
         others = [rounded(shares) for shares, _ in ways]
-        most = min(map(cost, others or [known, _balanced(loads, limits, first, last, known)]))
+        most = min(map(cost, others or [known, _balanced(loads, limits, windows, known)]))
     more = [(k, weight - mean) for k, weight in zip(heavy, weights, strict=True)]
     return Even(mean, tuple(more), most, tuple(ways))
 
@@ -137,8 +130,7 @@ def _near_even(
 def near_even_windows(
     loads: Sequence[int],
     limits: Sequence[Limit],
-    first: Sequence[int],
-    last: Sequence[int],
+    windows: Windows,
     even: Even,
 ) -> list[Windows]:
     """Narrow windows to where the split with the least sum of squares can have its cuts.
@@ -146,8 +138,7 @@ def near_even_windows(
     Args:
         loads: Prefix sums of the layers' weights.
         limits: What every partition keeps.
-        first: First place of each bound; see `gpipebal.solvers.chain.windows`.
-        last: Last place of each bound.
+        windows: Where each bound can be.
         even: What `near_even` found.
 
     Returns:
@@ -157,15 +148,16 @@ def near_even_windows(
         O(K log N) for N layers and K partitions.
 
     Example:
-        >>> loads, everywhere = list(range(101)), ([0, 1, 2, 100], [0, 98, 99, 100])
-        >>> near_even_windows(loads, [], *everywhere, near_even(loads, [], *everywhere))
-        [([0, 32, 65, 100], [0, 35, 68, 100])]
+        >>> loads, everywhere = list(range(101)), Windows([0, 1, 2, 100], [0, 98, 99, 100])
+        >>> near_even_windows(loads, [], everywhere, near_even(loads, [], everywhere))
+        [Windows(first=[0, 32, 65, 100], last=[0, 35, 68, 100])]
     """
+    n_partitions = len(windows.first) - 1
     # By the numbers of partitions between heavy layers, if few numbers are possible.
-    of_ways = _windows_of_ways(loads, even, len(first) - 1)
-    found = of_ways or [_windows_of_all(loads, even, len(first) - 1)]
-    narrowed = [_within(limits, lows, highs, first, last) for lows, highs in found]
-    return [pair for pair in narrowed if pair is not None]
+    of_ways = _windows_of_ways(loads, even, n_partitions)
+    found = of_ways or [_windows_of_all(loads, even, n_partitions)]
+    within = [_within(limits, one, windows) for one in found]
+    return [one for one in within if one is not None]
 
 
 def _windows_of_all(loads: Sequence[int], even: Even, n_partitions: int) -> Windows:
@@ -188,7 +180,7 @@ def _windows_of_all(loads: Sequence[int], even: Even, n_partitions: int) -> Wind
         # One after the last place; not before the first place of a stretch, as it is after that.
         beyond = bisect_right(loads, share + room + 1 + passed[at], begins[at], ends[at] + 1)
         highs.append(beyond - 1)
-    return [*lows, n_layers], [*highs, n_layers]
+    return Windows([*lows, n_layers], [*highs, n_layers])
 
 
 def _windows_of_ways(loads: Sequence[int], even: Even, n_partitions: int) -> list[Windows] | None:
@@ -228,37 +220,30 @@ def _windows_of_ways(loads: Sequence[int], even: Even, n_partitions: int) -> lis
                 place = loads[begin] + (k * length // number if number else 0)
                 lows.append(bisect_left(loads, place - room, begin, end))
                 highs.append(bisect_right(loads, place + 1 + room, begin, end + 1) - 1)
-        found.append((lows, highs))
+        found.append(Windows(lows, highs))
     return found
 
 
-def _within(
-    limits: Sequence[Limit],
-    lows: Sequence[int],
-    highs: Sequence[int],
-    first: Sequence[int],
-    last: Sequence[int],
-) -> Windows | None:
+def _within(limits: Sequence[Limit], one: Windows, other: Windows) -> Windows | None:
     """Intersect windows, and narrow them to where valid splits are; None if there are none."""
-    lows, highs = list(map(max, lows, first)), list(map(min, highs, last))
+    lows, highs = list(map(max, one.first, other.first)), list(map(min, one.last, other.last))
     for cut in range(1, len(lows)):
         lows[cut] = max(lows[cut], lows[cut - 1] + 1)
     for cut in range(len(highs) - 2, -1, -1):
         highs[cut] = min(highs[cut], highs[cut + 1] - 1)
     # More partitions than layers in some stretch leave no places.
-    return windows(limits, lows, highs) if highs[0] == 0 else None
+    return narrowed(limits, Windows(lows, highs)) if highs[0] == 0 else None
 
 
 def _round(
     loads: Sequence[int],
     limits: Sequence[Limit],
-    first: Sequence[int],
-    last: Sequence[int],
+    windows: Windows,
     targets: Sequence[int],
 ) -> list[int]:
     """Cut as close to targets as windows and limits allow."""
     bounds = [0]
-    for target, low, high in zip(targets, first[1:], last[1:], strict=True):
+    for target, low, high in zip(targets, windows.first[1:], windows.last[1:], strict=True):
         start = bounds[-1]
         low = max(low, start + 1)
         for ends, starts, most in limits:
@@ -273,13 +258,12 @@ def _round(
 def _balanced(
     loads: Sequence[int],
     limits: Sequence[Limit],
-    first: Sequence[int],
-    last: Sequence[int],
+    windows: Windows,
     known: Sequence[int],
 ) -> list[int]:
     """Move each cut, one after the other, to where the partitions on its sides are most even."""
     bounds = [0]
-    between = zip(known[1:], known[2:], first[1:], last[1:], strict=False)
+    between = zip(known[1:], known[2:], windows.first[1:], windows.last[1:], strict=False)
     for place, end, low, high in between:
         start = bounds[-1]
         for ends, starts, most in limits:
