@@ -4,8 +4,9 @@ Read in this order: `solve`, `question` (what can be asked, with `layer_rules` a
 `own_cost` (a cost that the caller gives); `posing` (the question as a problem for the solvers, with
 `quantiles`); `runs` (the memory of all runs of layers); `search` (which split is best); `plans` (a
 split as a plan; `assemble`, and `sensitivity`), `shortage` and `advice` (why there is none, and
-what would help); `evaluate`; `execution` (how a split is run), `times` (how long partitions and
-steps take, from the layers' times), `training_step` (a plan's step, as its profile predicts it).
+what would help); `evaluate`; `execution` (how a chain is cut and run), `times` (how long partitions
+and steps take, from the layers' times), `training_step` (a plan's step, as its profile predicts
+it).
 
 Besides these: `schedules` (local search under schedules without a closed form), `grid` (several
 pipelines that share the rows), `thumb_comparison` (a plan next to `rules_of_thumb`), and

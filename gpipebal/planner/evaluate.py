@@ -12,7 +12,8 @@ from gpipebal.plan import Plan
 from gpipebal.plan.checks import check_chunks
 from gpipebal.planner.assemble import equal_split
 from gpipebal.planner.devices import DeviceCosts
-from gpipebal.planner.plans import plan_of_balance
+from gpipebal.planner.execution import Way
+from gpipebal.planner.plans import plan_of_way
 from gpipebal.planner.posing import pose
 from gpipebal.planner.question import Options, Size, ask
 from gpipebal.problem import Link, to_bounds
@@ -104,7 +105,8 @@ def evaluate(
         memory_limit=memory_limit,
         reserve=reserve,
     )
-    plan = plan_of_balance(pose(ask(profile, n_partitions, options), chunks), bounds, modes)
+    posed = pose(ask(profile, n_partitions, options), chunks)
+    plan = plan_of_way(posed, Way(bounds, modes, range(n_partitions)))
     # The bound's sums are in another order, so it may be higher by a rounding error.
     return replace(plan, lower_bound=min(plan.makespan, _least_makespan(plan)), status="feasible")
 

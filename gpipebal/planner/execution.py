@@ -1,15 +1,41 @@
-"""How a mini-batch runs, whatever the split: what else times and memory depend on."""
+"""How a chain is cut and run, and what else times and memory depend on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gpipebal.plan import Plan
-from gpipebal.problem import Device, Links
-from gpipebal.schedule import SCHEDULES, Checkpoint
+from gpipebal.problem import Device, Links, to_bounds
+from gpipebal.schedule import SCHEDULES, Checkpoint, CheckpointMode
+from gpipebal.solvers import Split
 
-__all__ = ["Execution"]
+__all__ = ["Execution", "Way"]
+
+
+class Way(NamedTuple):
+    """How a chain is cut and run.
+
+    Attributes:
+        bounds: First layer of each partition, then the number of layers.
+        modes: Checkpoint mode of each partition.
+        order: Device of each partition, as an index into the question's devices.
+    """
+
+    bounds: Sequence[int]
+    modes: Sequence[CheckpointMode]
+    order: Sequence[int]
+
+    @classmethod
+    def of(cls, plan: Plan) -> Way:
+        """Return the way of a plan."""
+        return cls(to_bounds(plan.balance), plan.modes, plan.places)
+
+    def split(self, value: float, lower_bound: float, method: str) -> Split:
+        """Return it with its value, which a method has found."""
+        bounds, modes, order = tuple(self.bounds), tuple(self.modes), tuple(self.order)
+        return Split(bounds, value, lower_bound, method, modes, order)
 
 
 @dataclass(frozen=True)

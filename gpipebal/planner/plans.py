@@ -10,23 +10,22 @@ from typing import assert_never
 
 from gpipebal.plan import PartitionPlan, Plan
 from gpipebal.planner.assemble import assemble, equal_split, peaks_in_time
-from gpipebal.planner.execution import Execution
+from gpipebal.planner.execution import Execution, Way
 from gpipebal.planner.own_cost import cost_of_run
 from gpipebal.planner.posing import Posed
 from gpipebal.planner.schedules.costs import ScheduleCosts
 from gpipebal.planner.sensitivity import sensitivity
 from gpipebal.planner.times import order_for, pause_time
-from gpipebal.problem import to_bounds
 from gpipebal.profile import Profile
-from gpipebal.schedule import CheckpointMode, Order, modes_of
+from gpipebal.schedule import Order, modes_of
 from gpipebal.simulator import durations_of, place, weight_shares
 from gpipebal.solvers import Split
 
 __all__ = [
     "fits",
     "keeps_limit",
-    "plan_of_balance",
     "plan_of_split",
+    "plan_of_way",
     "value_of",
     "with_sensitivity",
 ]
@@ -52,13 +51,12 @@ def keeps_limit(part: PartitionPlan) -> bool:
 def plan_of_split(posed: Posed, found: Split) -> Plan:
     """Turn a split into a plan."""
     problem, question, profile = posed.problem, posed.question, posed.profile
-    bounds, order = found.bounds, found.order
-    modes = found.modes
+    bounds, order, n = found.bounds, found.order, problem.n_partitions
+    way = Way(bounds, found.modes, order)
     if question.checkpoint != "auto":
         # The modes that were asked for: solvers see those that count under the schedule.
-        modes = modes_of(question.checkpoint, problem.n_partitions)
-    n = problem.n_partitions
-    execution = posed.execution(modes, order)
+        way = way._replace(modes=modes_of(question.checkpoint, n))
+    execution = posed.execution(way)
     limits = [posed.problem.limits[k] for k in order] if posed.problem.is_limited else None
     partitions, step_time = assemble(profile, bounds, execution, limits)
     notes = (*posed.notes, *_notes_on_ties(profile, bounds, execution))
@@ -85,13 +83,13 @@ def plan_of_split(posed: Posed, found: Split) -> Plan:
         lower_bound=lower_bound,
         status=status,
         method=method,
-        makespan=_makespan_of(posed, bounds, modes, order),
-        bottleneck=_bottleneck_of(posed, bounds, modes, order),
+        makespan=_makespan_of(posed, way),
+        bottleneck=_bottleneck_of(posed, way),
         step_time=step_time,
         pause_time=None if execution.loss_inside else pause_time(profile, execution.chunks),
         optimizer_time=profile.step.optimizer_time,
         loss_inside=execution.loss_inside,
-        equal_split_value=value_of(posed, equal_split(problem.n_layers, n), modes, order),
+        equal_split_value=value_of(posed, way._replace(bounds=equal_split(problem.n_layers, n))),
         shared_memory=execution.shared_memory,
         gradients_exist=execution.gradients_exist,
         device_order=() if order == tuple(range(n)) else order,
@@ -118,32 +116,20 @@ def _notes_on_ties(profile: Profile, bounds: Sequence[int], execution: Execution
             )
 
 
-def plan_of_balance(
-    posed: Posed,
-    bounds: Sequence[int],
-    modes: Sequence[CheckpointMode],
-    order: Sequence[int] | None = None,
-) -> Plan:
-    """Turn a given split into a plan, whose value is that of the question's objective."""
-    order = tuple(range(len(bounds) - 1)) if order is None else tuple(order)
-    value = value_of(posed, bounds, modes, order)
+def plan_of_way(posed: Posed, way: Way) -> Plan:
+    """Turn a way that is given into a plan, whose value is that of the question's objective."""
+    value = value_of(posed, way)
     assert value is not None
-    given = Split(tuple(bounds), value, 0.0, "given", tuple(modes), order)
-    return plan_of_split(posed, given)
+    return plan_of_split(posed, way.split(value, 0.0, "given"))
 
 
-def value_of(
-    posed: Posed,
-    bounds: Sequence[int],
-    modes: Sequence[CheckpointMode],
-    order: Sequence[int],
-) -> float | None:
+def value_of(posed: Posed, way: Way) -> float | None:
     """Return the objective's value of a split, whether or not it keeps limits and rules.
 
     None where the caller's own cost of runs does not allow the split, or rules forbid it: nobody
     asks what runs cost that are forbidden.
     """
-    question = posed.question
+    question, bounds = posed.question, way.bounds
     if question.cost is not None:
         if question.rules is not None and not question.rules.keeps(bounds):
             return None
@@ -151,51 +137,45 @@ def value_of(
         known = [cost for cost in costs if cost is not None]
         return float(max(known)) if len(known) == len(costs) else None
     if question.objective == "peak_memory":
-        return float(max(_peaks_of(posed, bounds, modes, order)))
+        return float(max(_peaks_of(posed, way)))
     if question.objective == "makespan":
-        return _makespan_of(posed, bounds, modes, order)
+        return _makespan_of(posed, way)
     if question.objective == "bottleneck":
-        return _bottleneck_of(posed, bounds, modes, order)
+        return _bottleneck_of(posed, way)
     assert_never(question.objective)
 
 
-def _peaks_of(
-    posed: Posed, bounds: Sequence[int], modes: Sequence[CheckpointMode], order: Sequence[int]
-) -> list[int]:
+def _peaks_of(posed: Posed, way: Way) -> list[int]:
     """Return the peak memory of every partition of a split, with what waits in its timeline."""
-    memory, _ = peaks_in_time(posed.profile, bounds, posed.execution(modes, order))
+    memory, _ = peaks_in_time(posed.profile, way.bounds, posed.execution(way))
     return [peak.total for peak in memory]
 
 
-def _makespan_of(
-    posed: Posed, bounds: Sequence[int], modes: Sequence[CheckpointMode], order: Sequence[int]
-) -> float:
+def _makespan_of(posed: Posed, way: Way) -> float:
     """Return the makespan of a split: GPipe's formula, or a simulation."""
     if posed.question.schedule == "gpipe":
-        return float(posed.problem.makespan(bounds, modes, order))
-    execution = posed.execution(modes, order)
+        return float(posed.problem.makespan(*way))
+    execution = posed.execution(way)
     times = durations_of(
-        posed.profile, bounds, devices=execution.devices, links=execution.links
+        posed.profile, way.bounds, devices=execution.devices, links=execution.links
     ).without_launches
     # As in the problem: all forwards take equally long, and devices do not slow each other down.
     times = replace(times, no_grad_forward=None)
-    return place(_order_of(execution, len(bounds) - 1), times, overlap=execution.overlaps).makespan
+    return place(_order_of(execution, len(way.modes)), times, overlap=execution.overlaps).makespan
 
 
 def _order_of(execution: Execution, n_partitions: int) -> Order:
     return order_for(execution.schedule, n_partitions, execution.chunks, execution.checkpoint)
 
 
-def _bottleneck_of(
-    posed: Posed, bounds: Sequence[int], modes: Sequence[CheckpointMode], order: Sequence[int]
-) -> float:
-    return float(posed.problem.bottleneck(bounds, posed.counted(modes), order))
+def _bottleneck_of(posed: Posed, way: Way) -> float:
+    return float(posed.problem.bottleneck(way.bounds, posed.counted(way.modes), way.order))
 
 
 def with_sensitivity(posed: Posed, plan: Plan) -> Plan:
     """Add how decisive each cut is; moved cuts are simulated where only a timeline can tell."""
     question, problem = posed.question, posed.problem
-    modes, order = plan.modes, plan.places
+    way = Way.of(plan)
     n_moves, n_actions = 2 * (plan.n_partitions - 1), 3 * plan.n_partitions * plan.chunks
     if question.is_searched and n_moves * n_actions > _MOST_ACTIONS:
         return plan
@@ -207,21 +187,17 @@ def with_sensitivity(posed: Posed, plan: Plan) -> Plan:
     waits = is_peak or (posed.problem.is_limited and work <= _MOST_UNDER_LIMITS)
     moves = sensitivity(
         problem,
-        to_bounds(plan.balance),
-        posed.counted(modes),
-        order,
+        way._replace(modes=posed.counted(way.modes)),
         objective,
         question.cost,
-        peaks=(lambda bounds: _peaks_of(posed, bounds, modes, order)) if waits else None,
-        makespans=_simulator_of(posed, modes, order) if question.is_searched else None,
+        peaks=(lambda bounds: _peaks_of(posed, way._replace(bounds=bounds))) if waits else None,
+        makespans=_simulator_of(posed, way) if question.is_searched else None,
     )
     return replace(plan, sensitivity=moves)
 
 
-def _simulator_of(
-    posed: Posed, modes: Sequence[CheckpointMode], order: Sequence[int]
-) -> Callable[[Sequence[Sequence[int]]], list[float]]:
+def _simulator_of(posed: Posed, way: Way) -> Callable[[Sequence[Sequence[int]]], list[float]]:
     """Return a function that simulates splits as the search for the best of them does."""
-    actions = _order_of(posed.execution(modes, order), posed.problem.n_partitions)
+    actions = _order_of(posed.execution(way), posed.problem.n_partitions)
     shares = weight_shares(posed.profile)
-    return ScheduleCosts(posed.problem, actions, order, shares).makespans
+    return ScheduleCosts(posed.problem, actions, way.order, shares).makespans

@@ -9,7 +9,7 @@ from functools import cached_property
 from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
 from gpipebal.planner.devices import DeviceCosts
-from gpipebal.planner.execution import Execution
+from gpipebal.planner.execution import Execution, Way
 from gpipebal.planner.question import Options, Question, ask
 from gpipebal.planner.times import recomputes_for
 from gpipebal.problem import Device, Memory, Problem, links_of
@@ -55,9 +55,9 @@ class Posed:
         """Return the modes of partitions that count under the schedule."""
         return _counted(self.question, self.chunks, modes)
 
-    def execution(self, modes: Sequence[CheckpointMode], order: Sequence[int]) -> Execution:
-        """Return how splits run whose partitions have these modes and devices."""
-        question, devices = self.question, self.problem.devices
+    def execution(self, way: Way) -> Execution:
+        """Return how splits run whose partitions have the modes and devices of a way."""
+        question, devices, modes = self.question, self.problem.devices, way.modes
         return Execution(
             chunks=self.chunks,
             checkpoint=modes[0] if len(set(modes)) == 1 else tuple(modes),
@@ -65,7 +65,7 @@ class Posed:
             loss_inside=question.loss_inside,
             shared_memory=question.shared_memory,
             gradients_exist=question.gradients_exist,
-            devices=None if devices is None else [devices[k] for k in order],
+            devices=None if devices is None else [devices[k] for k in way.order],
             links=self.problem.links,
         )
 

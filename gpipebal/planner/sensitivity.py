@@ -12,9 +12,9 @@ import numpy as np
 
 from gpipebal.argument_kinds import plain_number
 from gpipebal.objectives import Quantity, TimeObjective
+from gpipebal.planner.execution import Way
 from gpipebal.planner.own_cost import cost_of_run
 from gpipebal.problem import Problem, Rules
-from gpipebal.schedule import CheckpointMode
 from gpipebal.solvers.dense import AnyCost
 
 __all__ = ["sensitivity"]
@@ -33,9 +33,7 @@ Makespans = Callable[[Sequence[Sequence[int]]], Sequence[float]]
 
 def sensitivity(
     problem: Problem,
-    bounds: Sequence[int],
-    modes: Sequence[CheckpointMode],
-    order: Sequence[int],
+    way: Way,
     objective: Quantity,
     cost: AnyCost | None = None,
     *,
@@ -46,9 +44,7 @@ def sensitivity(
 
     Args:
         problem: What was solved.
-        bounds: The split.
-        modes: Mode of each partition.
-        order: Device of each partition.
+        way: The split, with the modes that count.
         objective: What was minimised.
         cost: The cost of runs, if that was minimised.
         peaks: Tells what partitions need, including what waits for busy neighbours in the split's
@@ -68,16 +64,16 @@ def sensitivity(
 
     Example:
         >>> problem = Problem([1, 1, 1, 1], [0] * 4, [0] * 4, 2, checkpoint="never")
-        >>> sensitivity(problem, (0, 2, 4), ["never"] * 2, (0, 1), "bottleneck")
+        >>> sensitivity(problem, Way((0, 2, 4), ["never"] * 2, (0, 1)), "bottleneck")
         ((1, 1),)
     """
     # Whether a move is allowed and what it costs may both depend on the peaks.
-    needs = None if peaks is None else cache(peaks)
-    allowed = _allows(problem, bounds, modes, order, needs)
+    needs, bounds = None if peaks is None else cache(peaks), way.bounds
+    allowed = _allows(problem, way, needs)
     if objective == "makespan" and makespans is not None:
         growths = _simulated(bounds, allowed, makespans)
     else:
-        change = _change(problem, bounds, modes, order, objective, cost, needs)
+        change = _change(problem, way, objective, cost, needs)
         if change is None:
             return ()
         growths = {move: change(*move) for move in _moves(bounds) if allowed(*move)}
@@ -107,19 +103,17 @@ def _moved(bounds: Sequence[int], j: int, cut: int) -> tuple[int, ...]:
 
 def _allows(
     problem: Problem,
-    bounds: Sequence[int],
-    modes: Sequence[CheckpointMode],
-    order: Sequence[int],
+    way: Way,
     needs: Peaks | None,
 ) -> Callable[[int, int], bool]:
     """Return a function that tells whether a moved cut keeps rules and limits."""
-    rules, memory = problem.rules or Rules(), problem.memory
-    limits = [problem.limits[k] for k in order]
+    rules, memory, bounds = problem.rules or Rules(), problem.memory, way.bounds
+    limits = [problem.limits[k] for k in way.order]
 
     def is_allowed(j: int, start: int, end: int) -> bool:
         # A partition that does not fit without what waits does not fit with it.
         return rules.allows(start, end, j) and (
-            memory is None or memory.fits(start, end, j, modes[j], limits[j])
+            memory is None or memory.fits(start, end, j, way.modes[j], limits[j])
         )
 
     def allowed(j: int, cut: int) -> bool:
@@ -147,9 +141,7 @@ def _simulated(
 
 def _change(
     problem: Problem,
-    bounds: Sequence[int],
-    modes: Sequence[CheckpointMode],
-    order: Sequence[int],
+    way: Way,
     objective: Quantity,
     cost: AnyCost | None,
     needs: Peaks | None,
@@ -157,15 +149,15 @@ def _change(
     """Return a function for how much the objective grows if a cut is moved."""
     if objective == "cost":
         assert cost is not None
-        return _of_cost(cost, bounds)
+        return _of_cost(cost, way.bounds)
     if objective == "peak_memory":
         assert needs is not None
-        now = max(needs(tuple(bounds)))
-        return lambda j, cut: max(needs(_moved(bounds, j, cut))) - now
-    if objective == "makespan" and "always" in modes:
-        return _of_paths(problem, bounds, modes, order)
+        now = max(needs(tuple(way.bounds)))
+        return lambda j, cut: max(needs(_moved(way.bounds, j, cut))) - now
+    if objective == "makespan" and "always" in way.modes:
+        return _of_paths(problem, way)
     if objective == "makespan" or objective == "bottleneck":
-        return _of_times(problem, bounds, modes, order, objective)
+        return _of_times(problem, way, objective)
     assert_never(objective)
 
 
@@ -201,14 +193,12 @@ def _without_two(values: Sequence[float]) -> list[float]:
 
 def _of_paths(
     problem: Problem,
-    bounds: Sequence[int],
-    modes: Sequence[CheckpointMode],
-    order: Sequence[int],
+    way: Way,
 ) -> Callable[[int, int], float] | None:
     """Return the growth of the makespan where any partition may be the one that decides."""
-    if len(modes) > _MOST_PATHS:
+    if len(way.modes) > _MOST_PATHS:
         return None
-    times_of, repeats = _times_of(problem, modes, order), problem.chunks - 1
+    bounds, times_of, repeats = way.bounds, _times_of(problem, way), problem.chunks - 1
     parts = [times_of(j, start, end) for j, (start, end) in enumerate(pairwise(bounds))]
 
     def value(rows: Sequence[_PartTimes]) -> int:
@@ -233,13 +223,11 @@ def _of_paths(
 
 def _of_times(
     problem: Problem,
-    bounds: Sequence[int],
-    modes: Sequence[CheckpointMode],
-    order: Sequence[int],
+    way: Way,
     objective: TimeObjective,
 ) -> Callable[[int, int], float]:
     """Return the growth of makespan or bottleneck, from the two partitions that change."""
-    times_of, repeats = _times_of(problem, modes, order), problem.chunks - 1
+    bounds, times_of, repeats = way.bounds, _times_of(problem, way), problem.chunks - 1
     parts = [times_of(j, start, end) for j, (start, end) in enumerate(pairwise(bounds))]
     #: By partition, what limits the pace of each phase and of both together.
     paces = list(zip(*(part.paces for part in parts), strict=True))
@@ -288,14 +276,12 @@ class _PartTimes(NamedTuple):
         return self.forward_phase, self.backward_phase, self.load
 
 
-def _times_of(
-    problem: Problem, modes: Sequence[CheckpointMode], order: Sequence[int]
-) -> Callable[[int, int, int], _PartTimes]:
+def _times_of(problem: Problem, way: Way) -> Callable[[int, int, int], _PartTimes]:
     """Return a function for the times of partitions of any layers, by device and mode."""
     costs = problem.costs
 
     def times_of(j: int, start: int, end: int) -> _PartTimes:
-        part = costs.part(start, end, order[j], modes[j])
+        part = costs.part(start, end, way.order[j], way.modes[j])
         there, back = (costs.send[start], costs.give_back[start]) if costs.overlaps else (0, 0)
         return _PartTimes(
             once=part.forward + part.backward + there + back,

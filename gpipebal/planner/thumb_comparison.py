@@ -13,7 +13,8 @@ from gpipebal.errors import BalanceError, ProfileError
 from gpipebal.objectives import Objective
 from gpipebal.plan import Plan
 from gpipebal.planner.assemble import equal_split
-from gpipebal.planner.plans import plan_of_balance
+from gpipebal.planner.execution import Way
+from gpipebal.planner.plans import plan_of_way
 from gpipebal.planner.posing import Posed, posed_as
 from gpipebal.planner.quantiles import at_quantile
 from gpipebal.planner.question import Options
@@ -190,7 +191,7 @@ def compare_rules(
     profile = posed.question.profile
 
     def costs_of(balance: Sequence[int]) -> Plan:
-        return plan_of_balance(posed, to_bounds(balance), plan.modes, plan.places)
+        return plan_of_way(posed, Way.of(plan)._replace(bounds=to_bounds(balance)))
 
     again = costs_of(plan.balance).makespan
     if not math.isclose(again, plan.makespan, rel_tol=1e-9):

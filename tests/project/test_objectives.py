@@ -14,6 +14,7 @@ from gpipebal import objectives
 from gpipebal.cli import main
 from gpipebal.objectives import MINIMISED, OBJECTIVES, Quantity
 from gpipebal.plan.text import explanation, format_value
+from gpipebal.planner.execution import Way
 from gpipebal.planner.plans import value_of
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import ask
@@ -66,8 +67,8 @@ PLAN = gb.solve(PROFILE, 2)
         lambda: select_method(LIMITED, OTHER),
         lambda: applicable(LIMITED, OTHER),
         lambda: solve_integer_program(LIMITED, OTHER),
-        lambda: value_of(POSED, (0, 3, 4), ("never", "never"), (0, 1)),
-        lambda: sensitivity(PROBLEM, (0, 2, 3), ["never"] * 2, (0, 1), OTHER),
+        lambda: value_of(POSED, Way((0, 3, 4), ("never", "never"), (0, 1))),
+        lambda: sensitivity(PROBLEM, Way((0, 2, 3), ["never"] * 2, (0, 1)), OTHER),
         lambda: compare_rules(PROFILE, _with_objective(PLAN)),
         lambda: format_value(_with_objective(PLAN), 1.0),
         lambda: explanation(_with_objective(PLAN)),

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
+from gpipebal.planner.execution import Way
 from gpipebal.planner.plans import fits, plan_of_split
 from gpipebal.planner.posing import Posed
 from gpipebal.planner.search.all_ways import all_ways
@@ -228,7 +229,7 @@ class _BestReplica:
             if self._time == before:
                 return
 
-    def _best_of_all(self, ways: Sequence[Split]) -> float:
+    def _best_of_all(self, ways: Sequence[Way]) -> float:
         """Take the best of all ways that fits; return a bound on all."""
         timed = [(self._time_of(way.bounds, way.modes), k) for k, way in enumerate(ways)]
         n_assembled = 0
@@ -244,7 +245,7 @@ class _BestReplica:
             self._try(self._split_of(ways[k].bounds, ways[k].modes), math.inf)
         return self._time
 
-    def _may_fit(self, way: Split) -> bool:
+    def _may_fit(self, way: Way) -> bool:
         """Whether a way keeps the limits without what waits for busy neighbours."""
         memory = self._posed.problem.memory
         runs = zip(pairwise(way.bounds), way.modes, self._posed.problem.limits, strict=True)
@@ -287,7 +288,7 @@ class _BestReplica:
 
     def _split_of(self, bounds: Sequence[int], modes: Sequence[CheckpointMode]) -> Split:
         makespan = self._posed.problem.makespan(bounds, modes, self._order)
-        return Split(tuple(bounds), makespan, 0.0, self._plan.method, tuple(modes), self._order)
+        return Way(bounds, modes, self._order).split(makespan, 0.0, self._plan.method)
 
     def _time_of(self, bounds: Sequence[int], modes: Sequence[CheckpointMode]) -> float:
         problem = self._posed.problem

@@ -11,15 +11,15 @@ from itertools import combinations, product
 from math import comb, factorial, prod
 from typing import Literal
 
+from gpipebal.planner.execution import Way
 from gpipebal.planner.posing import Posed
 from gpipebal.problem import Problem, Rules
 from gpipebal.schedule import CHECKPOINT_MODES, Checkpoint, CheckpointMode, modes_of
-from gpipebal.solvers import Split
 
 __all__ = ["all_ways", "device_orders", "n_recomputed"]
 
 
-def all_ways(posed: Posed, most: int) -> list[Split] | None:
+def all_ways(posed: Posed, most: int) -> list[Way] | None:
     """List all splits that keep the rules, in all modes and orders of devices that are open.
 
     Args:
@@ -27,8 +27,8 @@ def all_ways(posed: Posed, most: int) -> list[Split] | None:
         most: Largest number of ways.
 
     Returns:
-        Splits without a value, leftmost cuts first, and of each those that recompute least; None
-        if there may be more than `most`.
+        Ways, leftmost cuts first, and of each split those that recompute least; None if there may
+        be more than `most`.
     """
     problem, question = posed.problem, posed.question
     n, n_layers = problem.n_partitions, problem.n_layers
@@ -38,7 +38,7 @@ def all_ways(posed: Posed, most: int) -> list[Split] | None:
     if orders is None or count * len(orders) > most:
         return None
     return [
-        Split(bounds, 0, 0, "", modes, order)
+        Way(bounds, modes, order)
         for bounds in _bounds(problem)
         for modes in _modes(question.checkpoint, n, posed.chunks)
         for order in orders

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
+from gpipebal.planner.execution import Way
 from gpipebal.planner.plans import fits, plan_of_split, value_of
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.search.all_ways import all_ways
@@ -19,11 +20,10 @@ from gpipebal.planner.search.lower_bounds import quick_bound_of
 from gpipebal.planner.search.lower_limits import under_lower_limits
 from gpipebal.planner.search.open_modes import quicker, roomier
 from gpipebal.planner.search.solved import solved
-from gpipebal.problem import Problem, to_bounds
+from gpipebal.problem import Problem
 from gpipebal.schedule import CHECKPOINT_MODES
 from gpipebal.solvers import Split, iter_best_splits
 from gpipebal.solvers.deadline import Deadline
-from gpipebal.solvers.dispatch import split_of
 from gpipebal.solvers.sets.levels import MOST_STATES, count_states
 from gpipebal.solvers.sets.peak import least_shortage
 
@@ -91,7 +91,7 @@ def _or_least_peak(posed: Posed, best: Best) -> Best:
     least = _least_peak(pose(by_peak, posed.chunks))
     if least is None:
         return best
-    value = value_of(posed, to_bounds(least.balance), least.modes, least.places)
+    value = value_of(posed, Way.of(least))
     assert value is not None
     plan = _as_asked(posed, least, value, best.lower_bound)
     return best._replace(plan=replace(plan, notes=(*plan.notes, _BY_PEAK)))
@@ -131,8 +131,7 @@ def _with_less_open(posed: Posed, best: Best) -> Iterator[Posed]:
 
 def _as_asked(posed: Posed, plan: Plan, value: float, bound: float) -> Plan:
     """Turn the plan for another question about this chain into one for this question."""
-    ends = to_bounds(plan.balance)
-    split = Split(ends, value, bound, plan.method, plan.modes, plan.places)
+    split = Way.of(plan).split(value, bound, plan.method)
     same = plan_of_split(posed, split).with_bound(min(bound, value))
     # The least peak has a gap because of what waits, whether there is a limit or not.
     is_noted = posed.problem.is_limited and posed.question.objective != "peak_memory"
@@ -234,10 +233,11 @@ def _with_most_room(posed: Posed) -> Plan | None:
             if short is None:
                 continue
             path = short[1]
-            value = value_of(posed, path.bounds, path.modes, path.order)
+            way = Way(path.bounds, path.modes, path.order)
+            value = value_of(posed, way)
             if value is None:
                 continue
-            split = split_of(path, value, 0.0, "peak bisection")
+            split = way.split(value, 0.0, "peak bisection")
             plan = roomier(posed, plan_of_split(posed, split))
             if fits(plan):
                 return replace(plan, notes=(*plan.notes, _BY_PEAK))

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from gpipebal.plan import Plan
+from gpipebal.planner.execution import Way
 from gpipebal.planner.plans import fits, plan_of_split, value_of
 from gpipebal.planner.posing import Posed
 from gpipebal.solvers import Split
@@ -41,7 +42,7 @@ class _Waiting(NamedTuple):
 
 def best_way(
     posed: Posed,
-    ways: Sequence[Split],
+    ways: Sequence[Way],
     found: Split,
     deadline: Deadline,
     any_plan: Callable[[], Plan | None],
@@ -77,7 +78,7 @@ def best_way(
         bound, is_valued, _, k = heapq.heappop(waiting)
         way = ways[k]
         if not is_valued:
-            value = value_of(posed, way.bounds, way.modes, way.order)
+            value = value_of(posed, way)
             if value is not None:
                 heapq.heappush(waiting, _Waiting(value, True, _tie_of(posed, way), k))
             continue
@@ -88,7 +89,7 @@ def best_way(
     return None, math.inf
 
 
-def _first_bound(posed: Posed, way: Split, found: Split) -> float:
+def _first_bound(posed: Posed, way: Way, found: Split) -> float:
     """Bound the value of a way without a simulation."""
     question, memory = posed.question, posed.problem.memory
     if question.minimised == "peak_memory" and memory is not None:
@@ -96,19 +97,18 @@ def _first_bound(posed: Posed, way: Split, found: Split) -> float:
         return float(max(memory.rows(a, j, mode)[b - a - 1] for j, ((a, b), mode) in runs))
     if question.is_searched:
         return found.lower_bound
-    value = value_of(posed, way.bounds, way.modes, way.order)
+    value = value_of(posed, way)
     return math.inf if value is None else value
 
 
-def _tie_of(posed: Posed, way: Split) -> tuple[float, ...]:
+def _tie_of(posed: Posed, way: Way) -> tuple[float, ...]:
     """Rank equally good ways: bottleneck, then squares of the partitions' times."""
-    counted = posed.counted(way.modes)
-    parts = posed.problem.costs.parts(way.bounds, counted, way.order)
-    bottleneck = posed.problem.bottleneck(way.bounds, counted, way.order)
+    counted = way._replace(modes=posed.counted(way.modes))
+    parts = posed.problem.costs.parts(*counted)
+    bottleneck = posed.problem.bottleneck(*counted)
     return bottleneck, sum(part.load**2 for part in parts)
 
 
-def _plan_of(posed: Posed, way: Split, value: float, found: Split) -> Plan:
+def _plan_of(posed: Posed, way: Way, value: float, found: Split) -> Plan:
     """Turn a way into a plan, as if it were the best."""
-    best = replace(way, value=value, lower_bound=value, method=found.method)
-    return plan_of_split(posed, best)
+    return plan_of_split(posed, way.split(value, value, found.method))

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpipebal.plan import Plan
+from gpipebal.planner.execution import Way
 from gpipebal.planner.plans import fits, keeps_limit, plan_of_split, value_of
 from gpipebal.planner.posing import Posed
 from gpipebal.problem import to_bounds
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
-from gpipebal.solvers import Split
 from gpipebal.solvers.deadline import Deadline
 
 __all__ = ["quicker", "roomier"]
@@ -98,11 +98,10 @@ def _faster(posed: Posed, plan: Plan, j: int) -> list[CheckpointMode]:
 
 def _with_modes(posed: Posed, plan: Plan, modes: tuple[CheckpointMode, ...]) -> Plan | None:
     """Return the plan with other modes, and the same bound and notes."""
-    bounds, order = to_bounds(plan.balance), plan.places
-    value = value_of(posed, bounds, modes, order)
+    way = Way.of(plan)._replace(modes=modes)
+    value = value_of(posed, way)
     if value is None:
         return None
     bound = min(plan.lower_bound, value)
-    split = Split(bounds, value, bound, plan.method, modes, order)
-    other = plan_of_split(posed, split).with_bound(bound)
+    other = plan_of_split(posed, way.split(value, bound, plan.method)).with_bound(bound)
     return replace(other, notes=plan.notes)
