@@ -108,8 +108,7 @@ def _near_even(
     def rounded(shares: Sequence[int]) -> list[int]:
         return _round(loads, limits, windows, even_ends(loads, stretches, shares))
 
-    known = rounded(even_shares(lengths, n_even))
-    most = cost(known)
+    most = cost(rounded(even_shares(lengths, n_even)))
     ways: list[tuple[tuple[int, ...], int]] = []
     if heavy:
         squares, lightest = most + less - sum([weight**2 for weight in weights]), min(weights)
@@ -121,8 +120,7 @@ def _near_even(
         if len(ways) > _MOST_SHARES:
             ways.clear()
         # Heavy layers set the limit: all other cuts are free to be where that is best.
-        others = [rounded(shares) for shares, _ in ways]
-        most = min(map(cost, others or [known, _balanced(loads, limits, windows, known)]))
+        most = min([cost(rounded(shares)) for shares, _ in ways], default=most)
     more = [(k, weight - mean) for k, weight in zip(heavy, weights, strict=True)]
     return Even(mean, tuple(more), most, tuple(ways))
 
@@ -253,26 +251,3 @@ def _round(
             place -= 1
         bounds.append(place)
     return bounds
-
-
-def _balanced(
-    loads: Sequence[int],
-    limits: Sequence[Limit],
-    windows: Windows,
-    known: Sequence[int],
-) -> list[int]:
-    """Move each cut, one after the other, to where the partitions on its sides are most even."""
-    bounds = [0]
-    between = zip(known[1:], known[2:], windows.first[1:], windows.last[1:], strict=False)
-    for place, end, low, high in between:
-        start = bounds[-1]
-        for ends, starts, most in limits:
-            high = bisect_right(ends, starts[start] + most, place, high + 1) - 1
-            low = bisect_left(starts, ends[end] - most, low, place)
-        twice = loads[start] + loads[end]
-        low, high = max(low, start + 1), min(high, end - 1)
-        best = bisect_left(loads, twice // 2, low, high)
-        if best > low and twice - 2 * loads[best - 1] < 2 * loads[best] - twice:
-            best -= 1
-        bounds.append(best)
-    return [*bounds, known[-1]]
