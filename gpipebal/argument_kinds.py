@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from difflib import get_close_matches
 from numbers import Integral, Real
 from operator import index
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 from gpipebal.errors import KindError, UsageError
 from gpipebal.text import either
@@ -26,11 +26,13 @@ __all__ = [
     "is_list",
     "is_word",
     "keep_as_tuples",
-    "no_such_row",
     "of_array",
     "plain_number",
+    "row_of",
     "whole_number",
 ]
+
+_Row = TypeVar("_Row")
 
 #: Every noun with the verb that makes it from the one before; the first is made from a model.
 _MADE_BY = {
@@ -299,23 +301,30 @@ def _way(name: str, value: object, wanted: str) -> str:
     return f"{name} = {text}"
 
 
-def no_such_row(name: str, asked: object, known: Iterable[object]) -> UsageError:
-    """Return the error for a row that a table does not have.
+def row_of(rows: Sequence[_Row], name: str, asked: object) -> _Row:
+    """Return the first row of a table that has a value.
 
     Args:
-        name: What tells rows apart.
-        asked: The value that was asked for.
-        known: The values of the rows that exist.
+        rows: The rows.
+        name: The attribute that tells them apart.
+        asked: Its value.
+
+    Raises:
+        UsageError: there is none.
 
     Example:
-        >>> print(no_such_row("replicas", 3, [1, 2]))
-        the table has no such row: replicas=3 (expected 1 or 2).
-        Fix: replicas=1, or another row of these.
+        >>> row_of([range(1), range(5)], "stop", 3)
+        Traceback (most recent call last):
+        gpipebal.errors.UsageError: the table has no such row: stop=3 (expected 1 or 5).
+        Fix: stop=1, or another row of these.
     """
-    values = list(dict.fromkeys(map(repr, known)))
+    for row in rows:
+        if getattr(row, name) == asked:
+            return row
+    values = list(dict.fromkeys(repr(getattr(row, name)) for row in rows))
     if not values:
-        return UsageError(f"the table has no rows: {name}={asked!r}.\nFix: look at table.rows.")
-    return UsageError(
+        raise UsageError(f"the table has no rows: {name}={asked!r}.\nFix: look at table.rows.")
+    raise UsageError(
         f"the table has no such row: {name}={asked!r} (expected {either(values)}).\n"
         f"Fix: {name}={values[0]}, or another row of these."
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from gpipebal.argument_kinds import check_kind, check_options, no_such_row, plain_number
+from gpipebal.argument_kinds import check_kind, check_options, plain_number, row_of
 from gpipebal.errors import BalanceError, ProfileError
 from gpipebal.objectives import Objective
 from gpipebal.plan import Plan
@@ -90,10 +90,7 @@ class RuleTable:
         Raises:
             UsageError: there is none.
         """
-        for row in self.rows:
-            if row.rule == rule:
-                return row
-        raise no_such_row("rule", rule, [row.rule for row in self.rows])
+        return row_of(self.rows, "rule", rule)
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per rule: seconds, bytes, fractions."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from gpipebal.argument_kinds import check_kind, check_list, check_mapping, no_such_row
+from gpipebal.argument_kinds import check_kind, check_list, check_mapping, row_of
 from gpipebal.errors import BalanceError, KindError
 from gpipebal.schedule import (
     ALL_SCHEDULES,
@@ -87,15 +87,11 @@ class ScheduleTable:
         Raises:
             UsageError: there is none.
         """
-        for row in self.rows:
-            fits = partitions_per_device in (None, row.partitions_per_device)
-            if row.schedule == schedule and fits:
-                return row
-        known = [(row.schedule, row.partitions_per_device) for row in self.rows]
-        if any(name == schedule for name, _ in known):
-            there = [number for name, number in known if name == schedule]
-            raise no_such_row("partitions_per_device", partitions_per_device, there)
-        raise no_such_row("schedule", schedule, [name for name, _ in known])
+        first = row_of(self.rows, "schedule", schedule)
+        if partitions_per_device is None:
+            return first
+        rows = [row for row in self.rows if row.schedule == schedule]
+        return row_of(rows, "partitions_per_device", partitions_per_device)
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per schedule: seconds, fractions, bytes."""

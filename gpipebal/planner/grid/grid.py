@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpipebal.argument_kinds import check_kind, no_such_row
+from gpipebal.argument_kinds import check_kind, row_of
 from gpipebal.errors import BalanceError, GpipebalError
 from gpipebal.plan import Plan
 from gpipebal.planner.grid.options import check_applies, checked_options
@@ -109,10 +109,7 @@ class GridTable:
         Raises:
             UsageError: there is none.
         """
-        for row in self.rows:
-            if row.replicas == replicas:
-                return row
-        raise no_such_row("replicas", replicas, [row.replicas for row in self.rows])
+        return row_of(self.rows, "replicas", replicas)
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per way: counts, seconds, bytes."""
