@@ -91,21 +91,18 @@ def recompute_layers(
         ((range(1, 2),), (2.0,), 'optimal')
     """
     posed = posed_again(profile, plan, memory_limit, reserve, devices, link, time_limit)
-    time_limit = posed.question.time_limit
-    search = RunChoice(posed, plan, SearchTime(time_limit), posed.problem.limits)
+    search = RunChoice(posed, plan, SearchTime(posed.question.time_limit), posed.problem.limits)
     check_costs(plan, search.before)
     found = search.answer()
     if isinstance(found, int):
-        raise _infeasible(posed, plan, found, time_limit, all_tried=search.all_tried)
+        raise _infeasible(posed, plan, found, all_tried=search.all_tried)
     return found
 
 
-def _infeasible(
-    posed: Posed, plan: Plan, j: int, time_limit: float | None, *, all_tried: bool
-) -> InfeasibleError:
+def _infeasible(posed: Posed, plan: Plan, j: int, *, all_tried: bool) -> InfeasibleError:
     """Say which partition lacks most (else j), whatever is recomputed, and which limit would do."""
-    search = RunChoice(posed, plan, SearchTime(time_limit), posed.problem.limits)
-    needs = search.needed()
+    time = SearchTime(posed.question.time_limit)
+    needs = RunChoice(posed, plan, time, posed.problem.limits).needed()
     pairs = list(zip(needs, posed.problem.limits, strict=True))
     lacks = [0 if one is None else max(0, n - one) for n, one in pairs]
     j = lacks.index(max(lacks)) if any(lacks) else j
@@ -113,7 +110,7 @@ def _infeasible(
     assert limit is not None
     first = sum(plan.balance[:j])
     layers = named_layers(posed.profile.names, first, first + plan.balance[j])
-    enough = _enough(posed, plan, time_limit, needs)
+    enough = _enough(posed, plan, needs)
     fix = "a plan with more partitions, or more and smaller micro-batches"
     if enough is not None:
         fix = larger_limits(posed, plan, enough)
@@ -131,15 +128,13 @@ def _infeasible(
     )
 
 
-def _enough(
-    posed: Posed, plan: Plan, time_limit: float | None, needs: Sequence[int]
-) -> list[int] | None:
+def _enough(posed: Posed, plan: Plan, needs: Sequence[int]) -> list[int] | None:
     """Find how many bytes more let all partitions fit; None: not found.
 
     One that then fits as it is may make others wait for it, and these need more than before.
     """
     limits = posed.problem.limits
-    lacks, time = [0] * plan.n_partitions, SearchTime(time_limit)
+    lacks, time = [0] * plan.n_partitions, SearchTime(posed.question.time_limit)
     for _ in range(MOST_ROUNDS):
         pairs = zip(needs, limits, lacks, strict=True)
         before, lacks = lacks, [0 if one is None else max(n - one, x) for n, one, x in pairs]
