@@ -102,9 +102,11 @@ def solve_integer_program(
     )
     runs = list(islice(useful, MOST_RUNS + 1))
     if len(runs) > MOST_RUNS:
+        # In one order a more special algorithm runs by itself, which has no such bound.
+        fix = "any_order=False" if problem.any_order else "method='auto'"
         raise BalanceError(
             f"integer program is too large: more than {MOST_RUNS} runs (expected no more).\n"
-            f"Fix: {'any_order=False' if problem.any_order else _BY_ITSELF}; or fewer layers "
+            f"Fix: {fix}; or fewer layers "
             "(open fewer nested ones), devices of fewer kinds, a smaller max_layers or a larger "
             "min_layers."
         )
@@ -134,10 +136,6 @@ def solve_integer_program(
     bound = ceil(dual - Fraction(unit) * _TOLERANCE)
     bound = max(bound, Search(levels).least("load") if objective == "bottleneck" else 0)
     return BestPath(value, min(bound, value), known)
-
-
-#: Without it a more special algorithm runs, which has no such bound.
-_BY_ITSELF = "method='auto'"
 
 
 def _nothing_found(deadline: Deadline, *, failed: bool) -> BalanceError:

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
+from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -134,10 +135,10 @@ class Relaxed:
         through = path.forward[-1] - path.forward[end] + ahead + forward
         through += path.input[-1] - path.input[end]
         return max(
-            ahead + _sum(row.to_last, times) + return_way,
-            ahead + _sum(row.all, times),
-            through + _sum(row.between, times) + return_way,
-            through + _sum(row.from_first, times),
+            ahead + sum(map(mul, row.to_last, times)) + return_way,
+            ahead + sum(map(mul, row.all, times)),
+            through + sum(map(mul, row.between, times)) + return_way,
+            through + sum(map(mul, row.from_first, times)),
         )
 
     def furthest(self, partition: int, start: int, last: int, limit: int) -> int:
@@ -256,7 +257,3 @@ class Relaxed:
                     return None
             found = further
         return found
-
-
-def _sum(counts: Sequence[int], times: Sequence[int]) -> int:
-    return sum(count * time for count, time in zip(counts, times, strict=True))

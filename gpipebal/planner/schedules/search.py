@@ -3,13 +3,7 @@
 Under such a schedule a simulator tells what a split costs. `search_schedule` begins with splits
 that are good for other reasons, moves cuts as long as that helps, and has a bound that no split can
 beat (`gpipebal.planner.schedules.lower_bound`). The bound also tells which splits could still be
-better than the best one found: if they are few, all are tried, and the result is proven. For
-`solve`::
-
-    problem = Problem(**profile.layer_times, n_partitions=4, chunks=8)  # devices, links, rules
-    shares = weight_shares(profile)  # of gpipebal.simulator
-    found = search_schedule(problem, schedule, weight_share=shares)  # a solvers.Split
-    # found.bounds, .value (the makespan), .lower_bound, .status, .method, .modes, .order
+better than the best one found: if they are few, all are tried, and the result is proven.
 """
 
 from __future__ import annotations
