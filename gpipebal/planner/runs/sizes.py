@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import accumulate
 from math import ceil
+from typing import Any
 
 import numpy as np
 
-from gpipebal.planner.runs.chain import LayerChain
-from gpipebal.planner.runs.storage_tables import StorageTables
 from gpipebal.problem import Memory
-from gpipebal.profile import Profile, StepTerms
+from gpipebal.profile import Profile
 from gpipebal.schedule import CheckpointMode
 
 __all__ = ["sizes_of"]
@@ -34,24 +30,19 @@ def sizes_of(profile: Profile, param_scale: float) -> Memory:
         >>> sizes_of(profile, 2.0).rows(0, 0, "never").tolist()
         [17, 28]
     """
-    layers = tuple(replace(layer, outputs=(), output_bytes=0) for layer in profile.layers)
-    bare = replace(
-        profile,
-        layers=layers,
-        inputs=(),
-        common_inputs=(),
-        skips=(),
-        step=StepTerms(),
-        other_sizes=(),
-    )
-    chain = LayerChain(bare, None)
-    large = profile.chunks * sum(profile.storages) >= 2**60
-    saved = StorageTables(chain, range(len(layers)), object if large else np.int64).saved
-    scaled = [ceil(param_scale * layer.parameter_bytes) for layer in layers]
-    fixed = np.array(list(accumulate(scaled, initial=0)))
+    scaled = [ceil(param_scale * layer.parameter_bytes) for layer in profile.layers]
+    saved = [frozenset(layer.saved) for layer in profile.layers]
+    most = sum(scaled) + profile.chunks * sum(profile.storages)
+    kind = np.int64 if most < 2**60 else object
 
-    def rows(first: int, partition: int, mode: CheckpointMode) -> Sequence[int]:
-        size = fixed[first + 1 :] - fixed[first] + profile.chunks * saved[first, first + 1 :]
-        return size
+    def rows(first: int, partition: int, mode: CheckpointMode) -> Any:
+        # What a layer of the run keeps in any case is not its graph's.
+        counted = {storage for storage, k in profile.keepers.items() if k >= first}
+        size, sizes = 0, []
+        for fixed, storages in zip(scaled[first:], saved[first:], strict=True):
+            size += fixed + profile.chunks * profile.bytes_of(storages - counted)
+            counted |= storages
+            sizes.append(size)
+        return np.array(sizes, dtype=kind)
 
     return Memory(rows, alike="all")
