@@ -59,13 +59,13 @@ def least_peak(problem: Problem) -> tuple[int, Path] | None:
     def limits(peak: int) -> list[int | None]:
         return [peak if limit is None else min(peak, limit) for limit in own]
 
-    known = Levels(problem)
-    found = _least(problem, known, [0] * len(own), limits)
+    found = _least(problem, [0] * len(own), limits)
     if found is None:
         return None
-    settled = least_bottleneck(Search(Levels(problem, limits(found), known)))
+    peak, search = found
+    settled = least_bottleneck(search)
     assert settled is not None
-    return found, settled.path
+    return peak, settled.path
 
 
 def least_shortage(problem: Problem) -> tuple[int, Path] | None:
@@ -88,13 +88,13 @@ def least_shortage(problem: Problem) -> tuple[int, Path] | None:
     def limits(more: int) -> list[int | None]:
         return [None if limit is None else limit + more for limit in own]
 
-    known = Levels(problem)
-    found = _least(problem, known, [limit or 0 for limit in own], limits)
+    found = _least(problem, [limit or 0 for limit in own], limits)
     if found is None:
         return None
-    path = Search(Levels(problem, limits(found), known)).probe({})
+    more, search = found
+    path = search.probe({})
     assert path is not None
-    return found, path
+    return more, path
 
 
 def worst_lack(problem: Problem, path: Path) -> Lack:
@@ -111,28 +111,32 @@ def worst_lack(problem: Problem, path: Path) -> Lack:
 
 
 def _least(
-    problem: Problem,
-    levels: Levels,
-    less: Sequence[int],
-    limits: Callable[[int], Sequence[int | None]],
-) -> int | None:
-    """Find the smallest of all peaks, less an amount per device, with which some split fits."""
+    problem: Problem, less: Sequence[int], limits: Callable[[int], Sequence[int | None]]
+) -> tuple[int, Search] | None:
+    """Find the smallest of all peaks, less an amount per device, with which some split fits.
+
+    Returns:
+        That number, and a search under its limits; None if no split fits.
+    """
+    levels, memory = Levels(problem), problem.memory
+    assert memory is not None
+    labels = memory.labels(problem.n_partitions)
     seen: dict[object, np.ndarray] = {}
-    assert problem.memory is not None
-    labels = problem.memory.labels(problem.n_partitions)
-    amounts = set(less) if problem.any_order else None
     for j in range(problem.n_partitions):
         for mode in modes_to_try(problem, j):
-            for amount in (less[j],) if amounts is None else amounts:
+            for amount in set(less) if problem.any_order else (less[j],):
                 key = (labels[j], mode, amount)
                 if key not in seen:
                     seen[key] = np.unique(np.concatenate(levels.rows(j, mode))) - amount
     candidates = np.unique(np.concatenate(list(seen.values())))
 
+    def search(k: int) -> Search:
+        return Search(Levels(problem, limits(int(candidates[k])), levels))
+
     def fits(k: int) -> bool:
-        search = Search(Levels(problem, limits(int(candidates[k])), levels))
-        return search.probe({}) is not None
+        return search(k).probe({}) is not None
 
     if not len(candidates) or not fits(len(candidates) - 1):
         return None
-    return int(candidates[bisect_left(range(len(candidates) - 1), True, key=fits)])
+    k = bisect_left(range(len(candidates) - 1), True, key=fits)
+    return int(candidates[k]), search(k)
