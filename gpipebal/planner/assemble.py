@@ -9,11 +9,7 @@ from gpipebal.memory import partition_memory
 from gpipebal.memory.partitions import cells_of
 from gpipebal.plan import PartitionPlan, PeakMemory
 from gpipebal.planner.execution import Execution
-from gpipebal.planner.times import (
-    pause_time,
-    step_timeline,
-    time_beside,
-)
+from gpipebal.planner.times import pause_time, step_timeline
 from gpipebal.problem.fits import check_enough_layers
 from gpipebal.profile import Profile
 from gpipebal.schedule import check_count
@@ -118,9 +114,13 @@ def assemble(
 
 def step_time(profile: Profile, execution: Execution, timeline: Timeline) -> float | None:
     """Add to the schedule what a step takes besides it; None if something was not measured."""
+    step = profile.step
     if execution.loss_inside:
-        is_known = profile.step.loss is not None or profile.step.whole_loss is not None
+        is_known = step.loss is not None or step.whole_loss is not None
+        overhead = step.inside_overhead_time
     else:
         is_known = pause_time(profile, execution.chunks) is not None
-    beside = time_beside(profile, execution.loss_inside)
-    return timeline.makespan + beside if is_known and beside is not None else None
+        overhead = step.overhead_time
+    if not is_known or step.optimizer_time is None:
+        return None
+    return timeline.makespan + (step.optimizer_time + (overhead or 0.0))

@@ -26,7 +26,6 @@ __all__ = [
     "recomputes_for",
     "runnable",
     "step_timeline",
-    "time_beside",
     "with_turns",
 ]
 
@@ -48,15 +47,6 @@ def pause_time(profile: Profile, chunks: int) -> float | None:
     if step.loss is not None:
         return step.loss.time * chunks + step.gather_time * chunks / profile.chunks
     return None
-
-
-def time_beside(profile: Profile, loss_inside: bool) -> float | None:
-    """Predict the seconds of a step outside of its schedule; None if the optimizer is not known."""
-    step = profile.step
-    overhead = step.inside_overhead_time if loss_inside else step.overhead_time
-    if step.optimizer_time is None:
-        return None
-    return step.optimizer_time + (overhead or 0.0)
 
 
 def step_timeline(profile: Profile, bounds: Sequence[int], execution: Execution) -> Timeline:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from gpipebal.errors import InfeasibleError
 from gpipebal.plan import Plan
+from gpipebal.planner.advice import with_more
 from gpipebal.planner.devices import DeviceCosts
 from gpipebal.planner.posing import Posed
 from gpipebal.planner.question import Size
 from gpipebal.planner.recompute.choice import LayerRecompute
-from gpipebal.planner.recompute.larger_limits import larger_limits
 from gpipebal.planner.recompute.posing import check_costs, posed_again
 from gpipebal.planner.recompute.run_choice import MOST_ROUNDS, RunChoice
 from gpipebal.planner.recompute.ways import SearchTime
@@ -113,7 +113,7 @@ def _infeasible(posed: Posed, plan: Plan, j: int, *, all_tried: bool) -> Infeasi
     enough = _enough(posed, plan, needs)
     fix = "a plan with more partitions, or more and smaller micro-batches"
     if enough is not None:
-        fix = larger_limits(posed, plan, enough)
+        fix = _larger_limits(posed, plan, enough)
     which, least = "whichever of its layers are recomputed", "at least"
     if not all_tried:
         # Without what waits for busy neighbours some runs fit, and there are many.
@@ -151,3 +151,44 @@ def _enough(posed: Posed, plan: Plan, needs: Sequence[int]) -> list[int] | None:
             return lacks
         needs = RunChoice(posed, plan, time, more).needed()
     return None
+
+
+def _larger_limits(posed: Posed, plan: Plan, lacks: Sequence[int]) -> str:
+    """Write the limits that leave each partition some bytes more, as the caller gives them.
+
+    A partition may have two, one of its device's own: the lower one counts. Those that are large
+    enough already are not named.
+
+    Args:
+        posed: The plan as a question, in the order of its partitions.
+        plan: The plan.
+        lacks: How many bytes more each partition has to be allowed, some of them above 0.
+    """
+    question, limits = posed.question, posed.question.limits
+    each = limits if isinstance(limits, tuple) else (limits,) * plan.n_partitions
+    own = tuple(getattr(device, "memory_limit", None) for device in question.devices or ())
+    needed = [(limit or 0) + lack for limit, lack in zip(posed.problem.limits, lacks, strict=True)]
+
+    def enough(limit: int, need: int) -> int:
+        usable = limit - question.reserve_of(limit)
+        return with_more(question, limit, max(0, need - usable))
+
+    pairs = list(zip(each, needed, strict=True))
+    more = tuple(None if limit is None else enough(limit, need) for limit, need in pairs)
+    pairs = list(zip(own, needed, strict=False))
+    more_own = tuple(None if limit is None else max(limit, need) for limit, need in pairs)
+    texts = []
+    if more != each and isinstance(limits, int):
+        texts.append(f"memory_limit={max(limit or 0 for limit in more)}")
+    elif more != each:
+        reserve = "" if question.reserve is None else f", reserve={question.reserve}"
+        texts.append(f"memory_limit={_as_given(plan, more)}{reserve}")
+    if more_own != own:
+        texts.append(f"devices with memory_limit={_as_given(plan, more_own)}, in their order")
+    return " and ".join(texts)
+
+
+def _as_given(plan: Plan, of_partitions: Sequence[int | None]) -> list[int | None]:
+    """Put what partitions have into the order in which the devices were given."""
+    given = dict(zip(plan.places, of_partitions, strict=True))
+    return [given[k] for k in range(plan.n_partitions)]
