@@ -49,12 +49,9 @@ def join_rules(
     uncut = [_layer(profile, "no_cut", one) for one in (() if no_cut is None else no_cut)]
     if pin is not None and not isinstance(pin, Mapping):
         raise _wrong_form("pin", pin, "mapping from layers to partitions", {profile.names[0]: 0})
-    if max_layers is not None:
-        max_layers = check_count("max_layers", max_layers)
-    if min_layers is not None:
-        min_layers = check_count("min_layers", min_layers)
-    pins = pin or {}
-    pinned = [(_layer(profile, "pin", one), j) for one, j in pins.items()]
+    most = [check_count("max_layers", n) for n in (max_layers,) if n is not None]
+    fewest = [check_count("min_layers", n) for n in (min_layers,) if n is not None]
+    pinned = [(_layer(profile, "pin", one), j) for one, j in (pin or {}).items()]
     for pair in together:
         if not pair:
             raise BalanceError(
@@ -66,16 +63,12 @@ def join_rules(
         spans += list(given.keep_together)
         uncut += list(given.no_cut)
         pinned += list(given.pinned)
-        if given.max_layers is not None:
-            own = check_count("max_layers", given.max_layers)
-            max_layers = own if max_layers is None else min(own, max_layers)
-        if given.min_layers is not None:
-            own = check_count("min_layers", given.min_layers)
-            min_layers = own if min_layers is None else max(own, min_layers)
+        most += [check_count("max_layers", n) for n in (given.max_layers,) if n is not None]
+        fewest += [check_count("min_layers", n) for n in (given.min_layers,) if n is not None]
     # A limit that forbids nothing would only leave the choice to other solvers.
-    max_layers = None if max_layers is not None and max_layers >= profile.n_layers else max_layers
-    min_layers = None if min_layers == 1 else min_layers
-    joined = Rules(uncut, spans, pinned, max_layers, min_layers)
+    longest = min((n for n in most if n < profile.n_layers), default=None)
+    shortest = max((n for n in fewest if n > 1), default=None)
+    joined = Rules(uncut, spans, pinned, longest, shortest)
     return None if joined == Rules() else joined
 
 
