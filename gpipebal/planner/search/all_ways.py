@@ -6,7 +6,7 @@ from its own timeline. Where there are few ways to cut and run a chain, all are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import combinations, product
 from math import comb, factorial, prod
 from typing import Literal
@@ -16,7 +16,7 @@ from gpipebal.planner.posing import Posed
 from gpipebal.problem import Problem, Rules
 from gpipebal.schedule import CHECKPOINT_MODES, Checkpoint, CheckpointMode, modes_of
 
-__all__ = ["all_ways", "device_orders", "n_recomputed"]
+__all__ = ["all_ways", "device_orders"]
 
 
 def all_ways(posed: Posed, most: int) -> list[Way] | None:
@@ -49,20 +49,10 @@ def _modes(
     checkpoint: Checkpoint | Literal["auto"], n: int, chunks: int
 ) -> Iterable[tuple[CheckpointMode, ...]]:
     if checkpoint == "auto":
+        n_recomputed = {"always": chunks, "except_last": chunks - 1, "never": 0}
         ways = product(reversed(CHECKPOINT_MODES), repeat=n)
-        return sorted(ways, key=lambda modes: n_recomputed(modes, chunks))
+        return sorted(ways, key=lambda modes: sum(n_recomputed[mode] for mode in modes))
     return [modes_of(checkpoint, n)]
-
-
-def n_recomputed(modes: Sequence[CheckpointMode], chunks: int) -> int:
-    """Count the micro-batches that partitions recompute in a mini-batch, all together.
-
-    Example:
-        >>> n_recomputed(["always", "except_last", "never"], 4)
-        7
-    """
-    of_mode = {"always": chunks, "except_last": chunks - 1, "never": 0}
-    return sum(of_mode[mode] for mode in modes)
 
 
 def _bounds(problem: Problem) -> Iterator[tuple[int, ...]]:
