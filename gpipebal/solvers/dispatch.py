@@ -174,13 +174,13 @@ def find(
         def solve(levels: Levels) -> BestPath | None:
             # Where the last partition is charged for its recompute, what is passed once differs.
             method = "box search" if levels.early else used
-            return solve_levels(problem, method, levels, deadline)
+            return solve_levels(method, levels, deadline)
 
-        best = solve_any_mode(problem, levels, solve)
+        best = solve_any_mode(levels, solve)
         if best is not None and method == "auto":
             best = _closed(problem, best, deadline)
     elif objective == "makespan" or objective == "bottleneck":
-        best = solve_levels(problem, used, levels, deadline)
+        best = solve_levels(used, levels, deadline)
     else:
         assert_never(objective)
     if best is None:
@@ -310,11 +310,9 @@ def _plain(problem: Problem, objective: TimeObjective, method: str) -> Split:
     return Split(bounds, *numbers, method, problem.modes or (), order)
 
 
-def solve_levels(
-    problem: Problem, method: str, levels: Levels, deadline: Deadline = NO_DEADLINE
-) -> BestPath | None:
+def solve_levels(method: str, levels: Levels, deadline: Deadline = NO_DEADLINE) -> BestPath | None:
     """Run one of the general algorithms; None if there is no split."""
-    search = Search(levels)
+    search, problem = Search(levels), levels.problem
     repeats = problem.chunks - 1
     if method == "box search":
         return least_makespan(search, repeats, deadline)

@@ -117,7 +117,7 @@ def solve_integer_program(
     unit = max(max(most) if value is None else value, 1)
     while True:
         is_late = deadline.is_up
-        found = _solve(problem, levels, runs, objective, unit, deadline, needs_path=known is None)
+        found = _solve(levels, runs, objective, unit, deadline, needs_path=known is None)
         path, dual, is_sure = found or (None, Fraction(0), False)
         if path is not None:
             exact = _exact(problem, path, objective)
@@ -179,28 +179,7 @@ def _runs(levels: Levels) -> Iterator[_Run]:
                             yield _Run(k, step, option, start, end)
 
 
-class _Rows:
-    """Rows of a sparse matrix, built entry by entry."""
-
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-        self.columns: list[int] = []
-        self.values: list[float] = []
-        self.lower: list[float] = []
-        self.upper: list[float] = []
-
-    def add(self, entries: dict[int, float], lower: float, upper: float) -> None:
-        """Add the row ``lower <= sum of entries <= upper``."""
-        row = len(self.lower)
-        self.rows += [row] * len(entries)
-        self.columns += entries.keys()
-        self.values += entries.values()
-        self.lower.append(lower)
-        self.upper.append(upper)
-
-
 def _solve(
-    problem: Problem,
     levels: Levels,
     runs: list[_Run],
     objective: TimeObjective,
@@ -218,7 +197,7 @@ def _solve(
         None if HiGHS failed at every scale.
     """
     for scale in _SCALES:
-        program = _Program(problem, levels, runs, objective, unit, scale)
+        program = _Program(levels, runs, objective, unit, scale)
         left = deadline.left
         between = _BETWEEN_LOOKS * len(runs)
         if left is None or needs_path:
@@ -241,14 +220,13 @@ class _Program:
 
     def __init__(
         self,
-        problem: Problem,
         levels: Levels,
         runs: list[_Run],
         objective: TimeObjective,
         unit: int,
         scale: int,
     ) -> None:
-        self._problem, self._levels, self._runs = problem, levels, runs
+        self._levels, self._runs = levels, runs
         self._unit, self._scale = unit, scale
         n_runs, n_partitions = len(runs), levels.n_partitions
         self._of_level: list[list[int]] = [[] for _ in range(n_partitions)]
@@ -258,13 +236,15 @@ class _Program:
         self._forwards = range(n_runs + 1, n_runs + 1 + n_partitions)
         self._n_variables = n_runs + 1 + 2 * n_partitions
         self._backwards = range(n_runs + 1 + n_partitions, self._n_variables)
-        self._rows = _Rows()
+        #: Entries of a sparse matrix; and for each of its rows the least and the most of its sum.
+        self._rows, self._columns, self._values = list[int](), list[int](), list[float]()
+        self._lower, self._upper = list[float](), list[float]()
         for k in range(n_partitions):
             self._add_path(k)
-        if problem.any_order:
+        if levels.problem.any_order:
             for g, devices in enumerate(levels.groups):
                 uses = {v: 1.0 for v, run in enumerate(runs) if run.step.group == g}
-                self._rows.add(uses, len(devices), len(devices))
+                self._add(uses, len(devices), len(devices))
         for k in range(n_partitions):
             if objective == "bottleneck":
                 self._add_at_least(self._value, self._costs(k, "load"))
@@ -286,15 +266,15 @@ class _Program:
         from scipy.optimize import Bounds, LinearConstraint, milp  # loaded only where it is used
         from scipy.sparse import csr_matrix
 
-        rows, n_runs, n_variables = self._rows, len(self._runs), self._n_variables
+        n_runs, n_variables = len(self._runs), self._n_variables
         goal = np.zeros(n_variables)
         goal[self._value] = 1
         whole = np.zeros(n_variables)
         whole[:n_runs] = is_whole
         top = np.full(n_variables, np.inf)
         top[:n_runs] = 1
-        shape = (len(rows.lower), n_variables)
-        matrix = csr_matrix((rows.values, (rows.rows, rows.columns)), shape=shape)
+        shape = (len(self._lower), n_variables)
+        matrix = csr_matrix((self._values, (self._rows, self._columns)), shape=shape)
         options: dict[str, Any] = {"mip_rel_gap": 0.0, "presolve": is_whole}
         if time_limit is not None:
             options["time_limit"] = max(time_limit, 0.01)
@@ -302,7 +282,7 @@ class _Program:
             goal,
             integrality=whole,
             bounds=Bounds(np.zeros(n_variables), top),
-            constraints=LinearConstraint(matrix, rows.lower, rows.upper),
+            constraints=LinearConstraint(matrix, self._lower, self._upper),
             options=options,
         )
         if result.status == _FAILED and result.x is None:
@@ -323,9 +303,17 @@ class _Program:
         order = self._levels.devices_of([run.step.group for run in runs])
         return Path(bounds, order, tuple(run.option for run in runs))
 
+    def _add(self, entries: dict[int, float], lower: float, upper: float) -> None:
+        """Add the row ``lower <= sum of entries <= upper``."""
+        self._rows += [len(self._lower)] * len(entries)
+        self._columns += entries.keys()
+        self._values += entries.values()
+        self._lower.append(lower)
+        self._upper.append(upper)
+
     def _add_path(self, k: int) -> None:
         """Let a partition have one run, which begins where that of the partition before ends."""
-        self._rows.add(dict.fromkeys(self._of_level[k], 1.0), 1, 1)
+        self._add(dict.fromkeys(self._of_level[k], 1.0), 1, 1)
         if not k:
             return
         balance: dict[int, dict[int, float]] = {}
@@ -334,16 +322,16 @@ class _Program:
         for v in self._of_level[k]:
             balance.setdefault(self._runs[v].start, {})[v] = -1.0
         for entries in balance.values():
-            self._rows.add(entries, 0, 0)
+            self._add(entries, 0, 0)
 
     def _add_makespan(self, k: int) -> None:
         """Let the makespan be at least what the path that turns around in a partition takes."""
         for maxima, dimension in ((self._forwards, "forward"), (self._backwards, "backward_phase")):
             self._add_at_least(maxima[k], self._costs(k, dimension))
             if k:
-                self._rows.add({maxima[k]: 1.0, maxima[k - 1]: -1.0}, 0, np.inf)
+                self._add({maxima[k]: 1.0, maxima[k - 1]: -1.0}, 0, np.inf)
         early = {
-            v: self._scaled(_early(self._problem, self._levels, self._runs[v]))
+            v: self._scaled(_early(self._levels, self._runs[v]))
             for v in self._of_level[k]
             if self._runs[v].option.mode == "always"
         }
@@ -354,13 +342,13 @@ class _Program:
             passed |= self._costs(before, "once")
         for v, recompute in early.items():
             passed[v] += recompute
-        repeats = float(self._problem.chunks - 1)
+        repeats = float(self._levels.problem.chunks - 1)
         passed |= {self._forwards[k]: repeats, self._backwards[k]: repeats}
         self._add_at_least(self._value, passed)
 
     def _add_at_least(self, bounded: int, costs: dict[int, float]) -> None:
         """Let a variable be at least the sum of the chosen costs."""
-        self._rows.add({v: -cost for v, cost in costs.items()} | {bounded: 1.0}, 0, np.inf)
+        self._add({v: -cost for v, cost in costs.items()} | {bounded: 1.0}, 0, np.inf)
 
     def _costs(self, k: int, dimension: str) -> dict[int, float]:
         """Return a cost of each run of a level."""
@@ -374,7 +362,7 @@ class _Program:
         return cost * self._scale / self._unit
 
 
-def _early(problem: Problem, levels: Levels, run: _Run) -> int:
+def _early(levels: Levels, run: _Run) -> int:
     """Return the recompute of the last micro-batch of a run that recomputes all."""
     device = levels.groups[run.step.group][0]
-    return problem.costs.part(run.start, run.end, device, "always").last_recompute
+    return levels.problem.costs.part(run.start, run.end, device, "always").last_recompute

@@ -71,7 +71,7 @@ def iter_best_splits(problem: Problem, objective: Objective = "makespan") -> Ite
 
 
 def _splits(problem: Problem, used: str, levels: Levels) -> Iterator[Split]:
-    for value, path in ranked(levels, partial(solve_levels, problem, used)):
+    for value, path in ranked(levels, partial(solve_levels, used)):
         bound = problem.to_time(value)
         yield split_of(path, bound, bound, used)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gpipebal.problem import Problem
 from gpipebal.schedule import CheckpointMode
 from gpipebal.solvers.sets.levels import Levels
 from gpipebal.solvers.sets.reachability import BestPath
@@ -25,12 +24,11 @@ __all__ = ["solve_any_mode"]
 Solve = Callable[[Levels], BestPath | None]
 
 
-def solve_any_mode(problem: Problem, levels: Levels, solve: Solve) -> BestPath | None:
+def solve_any_mode(levels: Levels, solve: Solve) -> BestPath | None:
     """Choose cuts and modes so that the mini-batch ends as early as possible.
 
     Args:
-        problem: A problem with ``checkpoint='auto'``, or with ``'always'`` among its modes.
-        levels: Its levels.
+        levels: Those of a problem with ``checkpoint='auto'``, or with ``'always'`` among its modes.
         solve: Finds the best split as if ``'always'`` took as long as ``'except_last'``.
 
     Returns:
@@ -47,12 +45,12 @@ def solve_any_mode(problem: Problem, levels: Levels, solve: Solve) -> BestPath |
     """
     first, last = tuple(levels.modes[:-1]), levels.modes[-1]
     if last == ("always",):
-        return _solved(problem, _levels_with(problem, levels, (*first, last)), solve)
-    best = _solved(problem, levels, solve)
+        return _solved(_levels_with(levels, (*first, last)), solve)
+    best = _solved(levels, solve)
     if best is None or best.value == best.lower_bound or "always" not in last:
         return best
     cases = [
-        _solved(problem, _levels_with(problem, levels, (*first, case)), solve, best.lower_bound)
+        _solved(_levels_with(levels, (*first, case)), solve, best.lower_bound)
         for case in (last[:-1], last[-1:])
     ]
     found = [case for case in cases if case is not None]
@@ -60,18 +58,15 @@ def solve_any_mode(problem: Problem, levels: Levels, solve: Solve) -> BestPath |
     return best._replace(lower_bound=min([best.value, *(case.lower_bound for case in found)]))
 
 
-def _levels_with(
-    problem: Problem, levels: Levels, modes: Sequence[tuple[CheckpointMode, ...]]
-) -> Levels:
-    return Levels(
-        problem, levels.limits, levels, modes=modes, early=tuple(modes[-1]) == ("always",)
-    )
+def _levels_with(levels: Levels, modes: Sequence[tuple[CheckpointMode, ...]]) -> Levels:
+    early = tuple(modes[-1]) == ("always",)
+    return Levels(levels.problem, levels.limits, levels, modes=modes, early=early)
 
 
-def _solved(problem: Problem, levels: Levels, solve: Solve, at_least: int = 0) -> BestPath | None:
+def _solved(levels: Levels, solve: Solve, at_least: int = 0) -> BestPath | None:
     found = solve(levels)
     if found is None:
         return None
     _, lower_bound, path = found
-    value = problem.costs.makespan(path.bounds, path.modes, path.order)
+    value = levels.problem.costs.makespan(path.bounds, path.modes, path.order)
     return BestPath(value, min(max(lower_bound, at_least), value), path)
