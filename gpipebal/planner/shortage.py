@@ -34,8 +34,8 @@ def shortage_of(posed: Posed) -> tuple[int, Path] | None:
 
 
 def to_explain(posed: Posed) -> Problem:
-    """Return the problem that a shortage is of: where there are limits, with the most waiting."""
-    return in_order_if_large(posed.cautious if posed.problem.is_limited else posed.problem)
+    """Return the problem that a shortage is of: with the most that can wait."""
+    return in_order_if_large(posed.cautious)
 
 
 def about_waiting(posed: Posed, lack: int) -> str:

@@ -59,10 +59,7 @@ class ParetoProgram:
         self.limit, self.repeats = limit, problem.chunks - 1
         self.n_layers, self.n_partitions = problem.n_layers, problem.n_partitions
         self.forward, self.recompute = problem.forward_sums, problem.recompute_sums
-        self.loads = problem.load_sums
-        self.backward_phase = [
-            b + r for b, r in zip(problem.backward_sums, self.recompute, strict=True)
-        ]
+        self.loads, self.backward_phase = problem.load_sums, problem.backward_phase_sums
         #: The last path is limited, and with it what it repeats: the sum of the two maxima.
         self.room = (limit - (self.loads[-1] - self.recompute[-2])) // self.repeats
         self.reach = self._limits()
