@@ -39,6 +39,7 @@ def solve_any_mode(levels: Levels, solve: Solve) -> BestPath | None:
         That of `solve`, up to three times.
 
     Example:
+        >>> from gpipebal.problem import Problem
         >>> from gpipebal.solvers import split
         >>> split(Problem([1, 1], [1, 1], [1, 1], 2, 4, "auto")).modes
         ('never', 'never')
