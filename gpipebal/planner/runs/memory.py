@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -59,7 +58,7 @@ class KnownMemory:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], RunMemory] = {}
+        self._known: dict[tuple[object, ...], tuple[Memory, RunMemory]] = {}
 
     def of(self, profile: Profile, **asked: Any) -> Memory:
         """Return what a `RunMemory` tells, or told earlier.
@@ -76,15 +75,18 @@ class KnownMemory:
         """
         key = (profile.rows, *sorted(asked.items()))
         found = self._known.pop(key, None)
-        for other in self._known.values():
-            other.forget_tables()
-        self._known[key] = found = found or RunMemory(profile, **asked)
-        total = sum(runs.n_bytes for runs in self._known.values())
+        for _, runs in self._known.values():
+            runs.forget_tables()
+        if found is None:
+            runs = RunMemory(profile, **asked)
+            found = runs.memory, runs
+        self._known[key] = found
+        total = sum(runs.n_bytes for _, runs in self._known.values())
         for oldest in list(self._known)[:-1]:
             if total <= _MOST_KNOWN:
                 break
-            total -= self._known.pop(oldest).n_bytes
-        return found.memory
+            total -= self._known.pop(oldest)[1].n_bytes
+        return found[0]
 
 
 class RunMemory:
@@ -149,7 +151,7 @@ class RunMemory:
         self._tables: RunPeaks | None = None
         self._peaks: dict[tuple[CheckpointMode, int], list[Table]] = {}
 
-    @cached_property
+    @property
     def memory(self) -> Memory:
         """The peaks in the form that solvers use."""
         return Memory(self.rows, alike="all" if self._labels is None else self._labels)
