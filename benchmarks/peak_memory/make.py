@@ -121,9 +121,7 @@ def predict(
     Returns:
         ``predicted``, the parts with what waits in the timing of the counted step; ``taken``, the
         totals if what neighbours take while an action runs were gone at its start; ``planned``,
-        those of a plan, which knows the simulated clock only, and has a margin; ``least``, those if
-        nothing ever waited for a neighbour; ``most``, those if everything waited as long as the
-        order of the actions lets it.
+        those of a plan, in which everything waits as long as the order of the actions lets it.
     """
     schedule, inside = "1f1b" if way == "step 1f1b" else "gpipe", way != "loss(pipe(x))"
     plan = evaluate(profile, balance, checkpoint=checkpoint, schedule=schedule, loss_inside=inside)
@@ -144,8 +142,6 @@ def predict(
         "predicted": [{**asdict(peak), "total": peak.total} for peak in peaks(timeline=clock)],
         "taken": [peaks(timeline=_taken_earlier(clock, j))[j].total for j in range(len(balance))],
         "planned": [part.memory.total for part in plan.partitions],
-        "least": [peak.total for peak in peaks()],
-        "most": [peak.total for peak in peaks(latest=True)],
     }
 
 

@@ -65,7 +65,7 @@ def _summary(rows: Sequence[dict[str, Any]]) -> str:
         _too_low(errors),
         _held("sums over the partitions of a pipeline", list(map(_error_of_sum, rows))),
         "",
-        "Plans, which do not know the timing of the step and have a margin:",
+        "Plans, which do not know the timing of the step and count the most that may wait:",
         _held("partitions", planned),
         _too_low(planned),
     ]

@@ -25,9 +25,8 @@ one more layer of the last partition.
 action that takes it; after that, to the receiver. So what waits for a busy neighbour, an output for
 the next partition or a gradient for the one before, is charged to the partition that made it, and
 so is a skip connection on its way past the partitions in between. `GPipe` lets few wait
-(`gpipebal.schedule.MOST_WAITING`); how many of these do is told by a timeline, simulated or
-measured. A plan counts with a margin: it takes each neighbour in turn to be slower than predicted,
-so that a partition that is late once does not break a limit. Where two
+(`gpipebal.schedule.MOST_WAITING`). How many of these do depends on timing; a plan counts the most,
+so that no partition that is late breaks a limit, and a timeline tells how many did. Where two
 neighbours share one memory (partitions on one CPU) the tensor at their cut exists once. It is
 charged to the receiver from its forward on, as long as the sender's graph or kept input still holds
 it, even when the receiver no longer needs it; what a sender makes again in a recompute is charged

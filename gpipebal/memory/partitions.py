@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpipebal.argument_kinds import check_kind, plain_number
+from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import BalanceError
 from gpipebal.memory.cell import Cell, Moment, height
 from gpipebal.memory.loss import (
@@ -47,8 +46,6 @@ def partition_memory(
     loss_inside: bool | None = None,
     shared_memory: bool = False,
     timeline: Timeline | None = None,
-    margin: float = 0.0,
-    latest: bool = False,
     gradients_exist: bool = False,
 ) -> tuple[PeakMemory, ...]:
     """Predict the peak memory of every partition in a training step.
@@ -64,11 +61,8 @@ def partition_memory(
             partition with all others.
         shared_memory: Whether all partitions live in one memory.
         timeline: When the actions of the schedule start and end, which tells what waits for busy
-            neighbours; of as many partitions and micro-batches. None: everything is taken at once.
-        margin: By how much longer than in `timeline` the actions of any one partition may take, as
-            a fraction: what waits for it until then counts too.
-        latest: Whether everything waits as long as the order of the actions lets it, and `GPipe`:
-            no timing makes more wait. It is used instead of `timeline`.
+            neighbours; of as many partitions and micro-batches. None: everything waits as long as
+            the order of the actions and `GPipe` let it, so that no timing makes more wait.
         gradients_exist: Whether the parameters have gradients before the step, as when those of
             several mini-batches are accumulated. For parameters that several partitions use, the
             result is then an upper bound.
@@ -85,7 +79,8 @@ def partition_memory(
 
     Complexity:
         O(n s + k m log m) for n layers that save s storages each, k partitions and m
-        micro-batches; with `latest` O(k m) more for every cut that a skip connection goes past.
+        micro-batches; without a timeline O(k m) more for every cut that a skip connection goes
+        past.
 
     Example:
         >>> profile = Profile.from_costs([1.0, 1.0], saved_bytes=[100, 100], chunks=8)
@@ -101,7 +96,6 @@ def partition_memory(
     bounds, chunks = check_bounds("bounds", bounds, profile.n_layers), check_chunks(chunks)
     shared_memory = check_flag("shared_memory", shared_memory)
     gradients_exist = check_flag("gradients_exist", gradients_exist)
-    latest, margin = check_flag("latest", latest), _check_margin(margin)
     if timeline is not None:
         check_kind("timeline", timeline, Timeline)
         _check_timeline(timeline, len(bounds) - 1, chunks)
@@ -109,15 +103,12 @@ def partition_memory(
     order = order_of(schedule, len(bounds) - 1, chunks, checkpoint)
     inside = is_loss_inside(schedule, loss_inside)
     cells = cells_of(profile, bounds, inside, shared_memory)
-    waiting = None
-    if latest or timeline is not None:
-        waiting = Waiting(cells, order, None if latest else timeline, margin, not inside)
+    waiting = Waiting(cells, order, timeline, pause=not inside)
     peaks = []
     for j, cell in enumerate(cells):
         own = slice(*order.offsets[j : j + 2].tolist())
         row = order.kinds[own], order.micro_batches[own]
-        waits = [0] * len(row[0]) if waiting is None else waiting.of_row(j)
-        moments = _highest_moments(cell, *row, waits, chunks, gradients_exist)
+        moments = _highest_moments(cell, *row, waiting.of_row(j), chunks, gradients_exist)
         highest = max(moments, key=height)
         peaks.append(
             replace(
@@ -130,16 +121,6 @@ def partition_memory(
             )
         )
     return tuple(peaks)
-
-
-def _check_margin(margin: object) -> float:
-    number = plain_number(margin)
-    if not 0 <= number < math.inf:
-        raise BalanceError(
-            f"margin is not a fraction: margin={margin!r:.60} (expected a finite number, 0 or "
-            "more).\nFix: margin=0.3, say."
-        )
-    return number
 
 
 def _check_timeline(timeline: Timeline, n_partitions: int, chunks: int) -> None:

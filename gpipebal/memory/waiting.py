@@ -71,33 +71,26 @@ class Stream:
         return self.is_held or self.taken_by == "R"
 
 
-class _Span(NamedTuple):
-    """When actions start and end, by kind, partition and micro-batch, in seconds."""
-
-    starts: NDArray[np.float64]
-    ends: NDArray[np.float64]
-
-    def taken(self, stream: Stream) -> NDArray[np.float64]:
-        """Return when the micro-batches of a stream are taken."""
-        times = self.ends if stream.at_end else self.starts
-        found: NDArray[np.float64] = times[KINDS.index(stream.taken_by), stream.taker]
-        return found
-
-
 class _Clock(NamedTuple):
     """What a timeline says.
 
     Attributes:
-        known: When actions start and end.
-        late: The same for each if its own partition is slower than all others; None: it is not.
+        starts: When actions start, by kind, partition and micro-batch, in seconds.
+        ends: When they end.
         at_once: What is taken within so many seconds may as well be taken late.
         shortest: Seconds of the shortest action.
     """
 
-    known: _Span
-    late: _Span | None
+    starts: NDArray[np.float64]
+    ends: NDArray[np.float64]
     at_once: float
     shortest: float
+
+    def taken(self, stream: Stream) -> NDArray[np.float64]:
+        """Return until when the micro-batches of a stream wait."""
+        times = self.ends if stream.at_end else self.starts
+        found: NDArray[np.float64] = times[KINDS.index(stream.taken_by), stream.taker]
+        return found + self.at_once
 
 
 class Waiting:
@@ -108,8 +101,6 @@ class Waiting:
         order: The actions, one partition on each device.
         timeline: When they start; None: everything waits as long as the order of the actions and
             `GPipe` let it, with any timing.
-        margin: By how much longer than in the timeline the actions of any one partition may take,
-            as a fraction: what others have made for it waits until then, too.
         pause: Whether the caller's loss comes between forwards and backwards; all partitions wait
             for it.
     """
@@ -119,7 +110,6 @@ class Waiting:
         cells: Sequence[Cell],
         order: Order,
         timeline: Timeline | None,
-        margin: float = 0.0,
         pause: bool = False,
     ) -> None:
         self._cells, self._order = cells, order
@@ -137,74 +127,20 @@ class Waiting:
         # Whether all forwards come first, so that no forward has to wait for a backward.
         n_forwards = np.bincount(order.partitions[order.kinds == F], minlength=shape[0])
         self._forwards_first = bool((self._places[F].max(axis=1) == n_forwards - 1).all())
-        self._clock = None if timeline is None else self._read(timeline, margin)
+        self._clock = None if timeline is None else self._read(timeline)
         # For actions that take no time, a timeline tells less than their order.
         self._goes_by_order = self._clock is None or self._clock.shortest <= self._clock.at_once
 
-    def _read(self, timeline: Timeline, margin: float) -> _Clock:
+    def _read(self, timeline: Timeline) -> _Clock:
         table, shortest = timeline.table, np.inf
-        known = _Span(np.zeros(self._places.shape), np.zeros(self._places.shape))
+        starts, ends = np.zeros(self._places.shape), np.zeros(self._places.shape)
         for kind in (F, R, B):
             own = table.of_kind(KINDS[kind])
             where = table.partitions[own], table.micro_batches[own]
-            known.starts[kind][where] = table.starts[own]
-            known.ends[kind][where] = table.ends[own]
+            starts[kind][where] = table.starts[own]
+            ends[kind][where] = table.ends[own]
             shortest = (table.ends[own] - table.starts[own]).min(initial=shortest)
-        late = self._slower(known, margin) if margin else None
-        return _Clock(known, late, AT_ONCE * timeline.makespan, float(shortest))
-
-    def _slower(self, known: _Span, margin: float) -> _Span:
-        """Return when actions start and end, if only their own partition is slower.
-
-        An action starts no earlier than in the timeline, and not before the longer one before it is
-        over. Where all forwards come first, a lag ends with them: at the turn the partitions that
-        are ahead have to wait. A slow partition makes those wait for room that give to it, and
-        these are late in turn.
-        """
-        order = self._order
-        late = _Span(np.zeros(self._places.shape), np.zeros(self._places.shape))
-        for j in range(order.n_partitions):
-            own = slice(*order.offsets[j : j + 2].tolist())
-            kinds, micro_batches = order.kinds[own], order.micro_batches[own]
-            starts = known.starts[kinds, j, micro_batches]
-            longer = (1.0 + margin) * (known.ends[kinds, j, micro_batches] - starts)
-            self._put_off(kinds, starts, longer)
-            late.starts[kinds, j, micro_batches] = starts
-            late.ends[kinds, j, micro_batches] = starts + longer
-        for j in reversed(range(order.n_partitions - 1)):
-            self._hold_back(late, known, j, j + 1, F)
-        for j in range(1, order.n_partitions):
-            self._hold_back(late, known, j, j - 1, B)
-        return late
-
-    def _hold_back(self, late: _Span, known: _Span, j: int, other: int, kind: int) -> None:
-        """Let a partition be late where it waits for room at a late neighbour.
-
-        It begins an action when the neighbour has begun all but the last few of those before. In a
-        simulated timeline it does not wait, and so takes from others earlier than in fact.
-        """
-        first, last = self._order.offsets[j : j + 2].tolist()
-        kinds, micro_batches = self._order.kinds[first:last], self._order.micro_batches[first:last]
-        own = np.flatnonzero(kinds == kind)
-        if len(own) <= MOST_WAITING:
-            return
-        starts = known.starts[kinds, j, micro_batches]
-        lengths = known.ends[kinds, j, micro_batches] - starts
-        room = late.starts[kind, other, micro_batches[own[:-MOST_WAITING]]]
-        starts[own[MOST_WAITING:]] = np.maximum(starts[own[MOST_WAITING:]], room)
-        self._put_off(kinds, starts, lengths)
-        for times, held in ((late.starts, starts), (late.ends, starts + lengths)):
-            found = times[kinds, j, micro_batches]
-            times[kinds, j, micro_batches] = np.maximum(found, held)
-
-    def _put_off(
-        self, kinds: NDArray[np.integer], starts: NDArray[np.float64], lengths: NDArray[np.float64]
-    ) -> None:
-        """Let each action of a row start when those before it are over, up to the turn."""
-        turn = int((kinds == F).sum()) if self._forwards_first else len(kinds)
-        for part in (slice(0, turn), slice(turn, len(kinds))):
-            before = np.cumsum(lengths[part]) - lengths[part]
-            starts[part] = np.maximum.accumulate(starts[part] - before) + before
+        return _Clock(starts, ends, AT_ONCE * timeline.makespan, float(shortest))
 
     def of_row(self, j: int) -> list[int]:
         """Return the bytes that wait in partition j while each action of its row runs."""
@@ -267,23 +203,9 @@ class Waiting:
             until[early] = np.minimum(until[early], own[stream.most :])
         if self._clock is None:
             return until
-        starts = self._clock.known.starts[kinds, j, micro_batches]
-        taken = self._clock.known.taken(stream) + self._clock.at_once
-        by_clock = np.searchsorted(starts, taken, side="right")
-        if self._clock.late is None:
-            return np.minimum(until, by_clock)
-        taken = self._clock.late.taken(stream) + self._clock.at_once
-        late = np.searchsorted(starts, taken, side="right")
-        if not self._forwards_first:
-            beside = {j + 1: B, j - 1: F}.get(taker)
-            if beside is None:
-                late = by_clock  # it is not known how far others let it lag
-            else:
-                # What comes from the taker shows how far it is: else its lag would stop others.
-                behind = self._places[beside, taker, micro_batches] + 1
-                seen = np.maximum.accumulate(np.where(kinds == beside, behind, 0))
-                late = np.minimum(late, np.searchsorted(seen, places, side="right"))
-        return np.minimum(until, np.maximum(by_clock, late))
+        starts = self._clock.starts[kinds, j, micro_batches]
+        by_clock = np.searchsorted(starts, self._clock.taken(stream), side="right")
+        return np.minimum(until, by_clock)
 
     def _ended_before(self, j: int, other: int) -> NDArray[np.int64]:
         """Tell how many actions of another partition must have ended before each of row j starts.

@@ -25,9 +25,8 @@ class PeakMemory:
         transient: What one action needs temporarily in addition to what is kept.
         outputs: On the last partition, the outputs, the target, the loss and their gradients, as
             far as they exist at that moment.
-        waiting: What it has made and a busy neighbour has not taken yet. It depends on timing: this
-            much waits in the simulated timeline, each neighbour assumed to take 1.6 times its
-            predicted time.
+        waiting: What it has made and a busy neighbour has not taken yet, at most: it depends on
+            timing how much that is.
     """
 
     parameters: int = 0

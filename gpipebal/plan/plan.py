@@ -94,9 +94,9 @@ class Plan:
             chain, in order. The times of backwards include those of the recomputes.
         sensitivity: For each cut, how much the value grows if the cut is moved by one layer to the
             left, and to the right, with the same modes and devices; None: there is no such plan,
-            or it breaks a limit or a rule. Memory includes what would wait for busy neighbours in
-            the changed plan's own timeline; only in very large plans are limits checked without
-            waiting, because that would take longer than the search. Empty: not worked out.
+            or it breaks a limit or a rule. Memory includes what may wait in the changed plan; only
+            in very large plans are limits checked with the least that may wait in any, because the
+            other would take longer than the search. Empty: not worked out.
         notes: What a reader should know about how the plan was made, in sentences.
         provenance: Where the costs come from: the profile's own provenance.
 

@@ -76,7 +76,7 @@ def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
     worst = worst_lack(to_explain(posed), path)
     waits = about_waiting(posed, lack)
     if waits:
-        # No timing may make so much wait: of few splits it is known what waits in their steps.
+        # So much may never wait: of few splits it is known how much may wait in them.
         tried = [(one, at) for at in all_posed if (one := least_with_waiting(at)) is not None]
         least, at = min(tried, key=lambda one: one[0].peak, default=(worst, posed))
         if least.peak - least.limit < lack:
@@ -173,7 +173,7 @@ class _OutOfTimeError(Exception):
 
 
 def has_plan(question: Question) -> bool:
-    """Whether a changed question has a plan, whatever waits for busy neighbours."""
+    """Whether a changed question has a plan, however much may wait for other partitions."""
     for chunks in question.chunks or (None,):
         if question.deadline.is_up:
             raise _OutOfTimeError

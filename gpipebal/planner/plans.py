@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import assert_never
 
 from gpipebal.plan import PartitionPlan, Plan
-from gpipebal.planner.assemble import assemble, equal_split, peaks_in_time
+from gpipebal.planner.assemble import assemble, equal_split, peaks_of
 from gpipebal.planner.execution import Execution, Way
 from gpipebal.planner.own_cost import cost_of_run
 from gpipebal.planner.posing import Posed
@@ -68,7 +68,7 @@ def plan_of_split(posed: Posed, found: Split) -> Plan:
     method = "schedule search" if found.method == "schedule enumeration" else found.method
     objective = question.minimised
     if objective == "peak_memory":
-        # With what waits in the plan's own timeline, which solvers do not know.
+        # Solvers know a lower bound of it.
         value = max(part.memory.total for part in partitions)
         lower_bound = found.lower_bound
         status = "optimal" if value <= lower_bound else "feasible"
@@ -146,8 +146,8 @@ def value_of(posed: Posed, way: Way) -> float | None:
 
 
 def _peaks_of(posed: Posed, way: Way) -> list[int]:
-    """Return the peak memory of every partition of a split, with what waits in its timeline."""
-    memory, _ = peaks_in_time(posed.profile, way.bounds, posed.execution(way))
+    """Return the peak memory of every partition of a split."""
+    memory = peaks_of(posed.profile, way.bounds, posed.execution(way))
     return [peak.total for peak in memory]
 
 

@@ -35,7 +35,7 @@ class Posed:
         question: What was asked for.
         profile: Costs of the layers at the rows that a micro-batch then has.
         chunks: Micro-batches per mini-batch.
-        problem: The problem; its memory does not include what waits for busy neighbours.
+        problem: The problem, with the least memory that partitions need, whatever the others are.
         notes: What a reader should know.
     """
 
@@ -47,7 +47,7 @@ class Posed:
 
     @cached_property
     def cautious(self) -> Problem:
-        """The problem with the most waiting for busy neighbours that any timing allows."""
+        """The problem with the most memory that partitions need, whatever the others are."""
         memory = _memory_of(self.question, self.profile, self.chunks, cautious=True)
         return replace(self.problem, memory=memory)
 
@@ -125,14 +125,15 @@ def _counted(
 
 
 def _memory_of(question: Question, profile: Profile, chunks: int, *, cautious: bool) -> Memory:
+    needs_number = question.schedule != "gpipe" or bool(profile.skips)
     return question.known_memory.of(
         profile,
         chunks=chunks,
         loss_inside=question.loss_inside,
         shared_memory=question.shared_memory,
-        waiting="most" if cautious else "none",
+        most=cautious,
         schedule=question.schedule,
-        n_partitions=1 if question.schedule == "gpipe" else question.n_partitions,
+        n_partitions=question.n_partitions if needs_number else 1,
         gradients_exist=question.gradients_exist,
     )
 

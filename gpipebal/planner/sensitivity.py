@@ -47,8 +47,8 @@ def sensitivity(
         way: The split, with the modes that count.
         objective: What was minimised.
         cost: The cost of runs, if that was minimised.
-        peaks: Tells what partitions need, including what waits for busy neighbours in the split's
-            own timeline; None: limits are checked without waiting. Needed if peak memory was
+        peaks: Tells what partitions need, with what may wait in the split as a whole; None: limits
+            are checked with the least that may wait. Needed if peak memory was
             minimised.
         makespans: Simulates splits, if their makespan was minimised under a schedule without a
             formula; None: GPipe's formula.
@@ -111,7 +111,7 @@ def _allows(
     limits = [problem.limits[k] for k in way.order]
 
     def is_allowed(j: int, start: int, end: int) -> bool:
-        # A partition that does not fit without what waits does not fit with it.
+        # A partition that does not fit with the least that may wait does not fit.
         return rules.allows(start, end, j) and (
             memory is None or memory.fits(start, end, j, way.modes[j], limits[j])
         )

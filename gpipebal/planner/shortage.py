@@ -34,30 +34,30 @@ def shortage_of(posed: Posed) -> tuple[int, Path] | None:
 
 
 def to_explain(posed: Posed) -> Problem:
-    """Return the problem that a shortage is of: with the most that can wait."""
+    """Return the problem that a shortage is of: with the most that may wait."""
     return in_order_if_large(posed.cautious)
 
 
 def about_waiting(posed: Posed, lack: int) -> str:
-    """Say how much of a shortage is only due to what may wait for busy neighbours."""
+    """Say how much of a shortage is only due to what may wait for other partitions."""
     without = least_shortage(in_order_if_large(posed.problem))
     if without is None or without[0] >= lack:
         return ""
-    text = " Without values that may have to wait for busy neighbours"
+    text = " With the least that may have to wait for other partitions"
     if without[0] > 0:
         least = format_bytes(without[0])
-        return f"{text} it would lack {least}; how many wait depends on timing."
-    # What waits depends on timing; of many plans, not all that might fit by their own are tried,
+        return f"{text} it would lack {least}; how much that is depends on all cuts."
+    # What may wait depends on all cuts; of many plans, not all that might fit are tried,
     # and other ones if there is time.
     seconds = posed.question.time_limit
     if all_ways(posed, MOST_WAYS) is None:
         tried = "those tried" if seconds is None else f"those tried within time_limit={seconds:g}"
-        return f"{text} some splits fit, but none of {tried} does with what waits in its steps."
-    return f"{text} some splits fit, but none does with what waits in its own steps."
+        return f"{text} some splits fit, but none of {tried} does with what may wait in its own."
+    return f"{text} some splits fit, but none does with what may wait in its own."
 
 
 def least_with_waiting(posed: Posed) -> Lack | None:
-    """Find the partition that lacks most where the largest peak is least, with what waits there.
+    """Find the partition that lacks most where the largest peak is least, with what may wait there.
 
     Returns:
         That partition; None: devices have several limits, or there are too many ways to look at.
@@ -77,7 +77,7 @@ def least_with_waiting(posed: Posed) -> Lack | None:
 
 
 def is_found(question: Question) -> bool:
-    """Whether a question has a plan with what waits in its own steps; False: too many ways."""
+    """Whether a question has a plan with what may wait in it; False: too many ways."""
     try:
         all_posed = [pose(question, chunks) for chunks in question.chunks or (None,)]
         few = (posed for posed in all_posed if all_ways(posed, MOST_WAYS) is not None)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["posed_of", "select_method", "solve", "top_plans"]
 
-#: After this many splits that exceed a limit only by what waits, no next best is looked for.
+#: After this many splits that exceed a limit only by what may wait, no next best is looked for.
 _MOST_MISSED = 200
 
 
@@ -94,9 +94,9 @@ def solve(
             times at the same number of rows count. None: all like the profile's.
         any_order: Whether devices may change places; the plan's ``devices`` tell which runs what.
         memory_limit: Memory of a device, as bytes or as a text such as ``'16 GiB'``: one for all,
-            or one for each. A partition may need what `reserve` leaves of it. This includes what
-            waits for busy neighbours, each assumed to take 1.6 times its predicted time. None: no
-            limit. Where a `Device` has a limit too, the lower one counts.
+            or one for each. A partition may need what `reserve` leaves of it. This includes the
+            most that may wait for busy neighbours. None: no limit. Where a `Device` has a limit
+            too, the lower one counts.
         reserve: Memory that is kept free on every device; None: 0 on CPUs, and on GPUs 512 MiB and
             a twentieth. The plan says how much.
         link: What connects the devices: everything that crosses a cut takes its time, a skip
@@ -205,7 +205,7 @@ def top_plans(profile: Profile, k: int, partitions: int, **options: Unpack[Optio
 
     Returns:
         Plans, best first; fewer than `k` if there are no more, or if very many exceed the limits by
-        what waits for busy neighbours. All of them have the same bound, which holds for every plan:
+        what may wait in them. All of them have the same bound, which holds for every plan:
         the first is ``'optimal'`` if that can be proven, and the gap of each of the others tells
         how far it is from the best. No plan that is left out is better than the last one returned,
         as far as the bound tells.
@@ -256,7 +256,7 @@ def top_plans(profile: Profile, k: int, partitions: int, **options: Unpack[Optio
             if fits(plan):
                 found.append((plan.value, len(found), at, plan))
                 continue
-            # Because of what waits for busy neighbours, which the ranking does not know.
+            # Because of what may wait in it, of which the ranking knows the least.
             n_missed += 1
             if n_missed == _MOST_MISSED:
                 bound = min(bound, split.lower_bound)

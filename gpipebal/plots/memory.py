@@ -68,9 +68,9 @@ def plot_memory(
     """Draw what every device holds over time, on one scale, with its peak and its limit.
 
     With the sizes that `gpipebal.simulator.held_of` gives for a plan, the peaks are those of this
-    timeline, without the optimizer's step, which comes after it, and without the plan's margin for
-    slow neighbours. A loss outside the pipeline is in the last row: gathered outputs, what the loss
-    needs, and what stays of both.
+    timeline, without the optimizer's step, which comes after it; a plan counts as much as may wait
+    for busy neighbours in any timeline. A loss outside the pipeline is in the last row: gathered
+    outputs, what the loss needs, and what stays of both.
 
     Args:
         tracks: What `gpipebal.simulator.memory_over_time` returned.

@@ -37,8 +37,8 @@ def held_of(
     has gradients of its parameters after its first backward already, not only from the optimizer's
     step on; and where a neighbour takes a value at the very instant at which the next action
     starts, as with layers that take no time, the value still counts while that action runs.
-    How much waits for busy neighbours depends on timing, and a plan counts a margin for
-    slow ones: over time it may be less. A plan's memory has the recomputes after the caller's loss,
+    How much waits for busy neighbours depends on timing, and a plan counts the most: over time it
+    may be less. A plan's memory has the recomputes after the caller's loss,
     as in ``simulate(plan, pause=0.0)``: without a pause the last partitions may begin while outputs
     of forwards still wait, and it may be more.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from nothing_waits import peaks_without_waiting
 from torch import Tensor, nn
 
 import gpipebal as gb
@@ -70,20 +71,15 @@ def least_and_most(
     profile: gb.Profile, balance: list[int], checkpoint: Any, way: str
 ) -> tuple[list[PeakMemory], list[PeakMemory]]:
     """Return predicted peaks of partitions of one memory, without and with all that can wait."""
-    least, most = (
-        partition_memory(
-            profile,
-            to_bounds(balance),
-            chunks=profile.chunks,
-            checkpoint=checkpoint,
-            schedule="1f1b" if way == "1f1b" else "gpipe",
-            loss_inside=way != "loss(pipe(x))",
-            shared_memory=True,
-            latest=latest,
-        )
-        for latest in (False, True)
-    )
-    return least, most
+    given: Any = {
+        "chunks": profile.chunks,
+        "checkpoint": checkpoint,
+        "schedule": "1f1b" if way == "1f1b" else "gpipe",
+        "loss_inside": way != "loss(pipe(x))",
+        "shared_memory": True,
+    }
+    least = peaks_without_waiting(profile, to_bounds(balance), **given)
+    return least, list(partition_memory(profile, to_bounds(balance), **given))
 
 
 def count(

@@ -13,17 +13,28 @@ from itertools import pairwise, permutations, product
 from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
+from nothing_waits import peaks_without_waiting
 from oracles import all_bounds
 from solvers.whole_oracle import makespan_of
 
 import gpipebal as gb
 from gpipebal.memory import partition_memory
 from gpipebal.planner.runs.memory import RunMemory
+from gpipebal.planner.runs.moments import RowMoment
 from gpipebal.profile import LayerProfile, SkipProfile, StepTerms, TieProfile
 
-__all__ = ["MODES", "Found", "all_plans", "check_every_run", "holding_its_output", "profiles"]
+__all__ = [
+    "MODES",
+    "Found",
+    "Taken",
+    "all_plans",
+    "check_every_run",
+    "holding_its_output",
+    "profiles",
+]
 
 MODES = ("never", "except_last", "always")
+_WAITS = ("n_given", "n_stashed", "n_returned", "n_popped", "n_passed")
 
 
 @st.composite
@@ -141,20 +152,34 @@ def holding_its_output(profile: gb.Profile) -> gb.Profile:
     return replace(profile, layers=(*before, holds))
 
 
+class Taken(RunMemory):
+    """The memory of runs for which nothing waits."""
+
+    def _moments(self, *given: Any) -> list[RowMoment]:
+        nothing = dict.fromkeys(_WAITS, 0)
+        return [moment._replace(**nothing) for moment in super()._moments(*given)]
+
+
 def check_every_run(profile: gb.Profile, mode: Any, given: dict[str, Any]) -> None:
     """Compare the memory of every run of layers with that of its partition, in every split.
 
-    Equal to the byte, and bounded for every clock.
+    Equal to the byte but for what waits; and with it between the two bounds.
     """
     for n in range(1, profile.n_layers + 1):
-        memory = RunMemory(profile, **given, n_partitions=n).memory
-        most = RunMemory(profile, **given, n_partitions=n, waiting="most").memory
+        taken, least, most = (
+            kind(profile, **given, n_partitions=n, most=most).memory
+            for kind, most in ((Taken, True), (RunMemory, False), (RunMemory, True))
+        )
         for bounds in all_bounds(profile.n_layers, n):
+            without = peaks_without_waiting(profile, bounds, checkpoint=mode, **given)
             exact = partition_memory(profile, bounds, checkpoint=mode, **given)
-            latest = partition_memory(profile, bounds, checkpoint=mode, latest=True, **given)
             for j, (start, end) in enumerate(pairwise(bounds)):
-                assert int(memory.rows(start, j, mode)[end - start - 1]) == exact[j].total
-                assert int(most.rows(start, j, mode)[end - start - 1]) >= latest[j].total
+                need, low, high = (
+                    int(memory.rows(start, j, mode)[end - start - 1])
+                    for memory in (taken, least, most)
+                )
+                assert need == without[j].total
+                assert low <= exact[j].total <= high
 
 
 class Found(NamedTuple):
@@ -181,7 +206,7 @@ def all_plans(
     shared_memory: bool = False,
     memory: bool = True,
 ) -> Iterator[Found]:
-    """Enumerate all plans; peaks are without what waits for busy neighbours."""
+    """Enumerate all plans; peaks are with what may wait in each."""
     orders = permutations(range(n)) if any_order else [tuple(range(n))]
     several = list(orders)
     if checkpoint == "auto":

@@ -13,6 +13,7 @@ import torch
 from counted_memory import squares
 from estimate_models import Apply
 from estimated import estimate_profile
+from nothing_waits import peaks_without_waiting
 from torch import Tensor, nn
 
 import gpipebal as gb
@@ -39,7 +40,7 @@ def compared(
     inside: bool = True,
     optimizer: Maker | None = None,
 ) -> list[tuple[int, int, int]]:
-    """Return for each partition what is counted, planned, and the most that any clock allows."""
+    """Return for each partition what is counted, what it needs at least, and what is planned."""
     make = optimizer or functools.partial(torch.optim.SGD, lr=1e-3)
     profile = gb.profile_model(
         model, inputs, chunks=chunks, loss_fn=squares, optimizer=make, rows=(), timeout=0,
@@ -48,10 +49,9 @@ def compared(
     given: dict[str, Any] = {
         "chunks": chunks, "checkpoint": checkpoint, "loss_inside": inside, "shared_memory": True,
     }  # fmt: skip
-    planned, most = (
-        partition_memory(profile, to_bounds(balance), latest=latest, **given)
-        for latest in (False, True)
-    )
+    bounds = to_bounds(balance)
+    least = peaks_without_waiting(profile, bounds, **given)
+    most = partition_memory(profile, bounds, **given)
     pipe = GPipe(model, balance, chunks=chunks, checkpoint=checkpoint)
     stepper = make(list(model.parameters()))
 
@@ -69,7 +69,7 @@ def compared(
     with measure_memory(pipe, stepper) as meter:
         step()
     pipe.close()
-    totals = zip(meter.peak_bytes, planned, most, strict=True)
+    totals = zip(meter.peak_bytes, least, most, strict=True)
     return [(counted, one.total, other.total) for counted, one, other in totals]
 
 

@@ -244,7 +244,7 @@ def test_what_comes_back_to_a_residual_block_may_be_a_view(rest: list[nn.Module]
     profile = gb.profile_model(layers, inputs, loss_fn=squares, **given)
     balance = [1, len(layers) - 1]
     predicted = partition_memory(
-        profile, to_bounds(balance), chunks=2, checkpoint="always", shared_memory=True, latest=True
+        profile, to_bounds(balance), chunks=2, checkpoint="always", shared_memory=True
     )
     pipe = GPipe(layers, balance, chunks=2, checkpoint="always")
     counted = count(pipe, inputs, "loss(pipe(x))", torch.optim.SGD(layers.parameters(), lr=0.1))

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from counted_memory import WAYS, count, least_and_most, squares
 from estimated import estimate_profile
+from nothing_waits import peaks_without_waiting
 from torch import Tensor, nn
 
 import gpipebal as gb
@@ -233,9 +234,10 @@ def test_what_an_earlier_partition_keeps_for_its_recompute_waits() -> None:
     late = Late(nn.Linear(16, 16))
     layers[2], layers[4] = late, Telling(late)
     given: Any = {"chunks": CHUNKS, "checkpoint": "always", "schedule": "1f1b"}
+    given["shared_memory"] = True
     nothing, most = (
-        partition_memory(profile, (0, 1, 3, 5), **given, shared_memory=True, latest=latest)[2]
-        for latest in (False, True)
+        peaks(profile, (0, 1, 3, 5), **given)[2]
+        for peaks in (peaks_without_waiting, partition_memory)
     )
     ids, gradient = 64 * 64 * 8, 64 * 16 * 4
     assert most.waiting == 2 * ids + gradient
@@ -376,10 +378,9 @@ def test_the_callers_input_counts_once_in_one_memory() -> None:
     profile = replace(profile, layers=tuple(layers), storages=(*profile.storages, 500), inputs=(8,))
     assert cell(profile, 1, 2, shared=True).held(recomputed=True) == 10
     assert cell(profile, 1, 2).held(recomputed=True) == 510
-    peaks = partition_memory(profile, (0, 2, 4), chunks=CHUNKS, checkpoint="always")
-    one = partition_memory(
-        profile, (0, 2, 4), chunks=CHUNKS, checkpoint="always", shared_memory=True
-    )
+    given: Any = {"chunks": CHUNKS, "checkpoint": "always"}
+    peaks = peaks_without_waiting(profile, (0, 2, 4), **given)
+    one = peaks_without_waiting(profile, (0, 2, 4), **given, shared_memory=True)
     # At the peak one is through.
     assert peaks[1].activations - one[1].activations == (CHUNKS - 1) * 500
     assert peaks[0].activations == one[0].activations == CHUNKS * 500 + 100

@@ -125,7 +125,7 @@ def test_the_copy_at_a_cut_is_counted(layer: nn.Module, checkpoint: CheckpointMo
         progress=False,
     )
     given: dict[str, Any] = {"checkpoint": checkpoint, "loss_inside": True, "shared_memory": True}
-    most = partition_memory(profile, (0, 1, 2, 3), chunks=4, latest=True, **given)
+    most = partition_memory(profile, (0, 1, 2, 3), chunks=4, **given)
     pipe = GPipe(model, [1, 1, 1], chunks=4, checkpoint=checkpoint)
     pipe.step(inputs, loss_fn=squares)  # the first one copies whatever might be written to
     for _ in range(6):
@@ -156,7 +156,7 @@ def test_a_copy_of_what_has_gaps_has_them_too(layer: nn.Module, method: Any) -> 
     assert profile.layers[2].written_input_bytes == (64 * 64 - 3) * 4
     for mode in ("never", "always"):
         given = {"checkpoint": mode, "loss_inside": True, "shared_memory": True}
-        most = partition_memory(profile, (0, 2, 3, 4), chunks=4, latest=True, **given)
+        most = partition_memory(profile, (0, 2, 3, 4), chunks=4, **given)
         pipe = GPipe(model, [2, 1, 1], chunks=4, checkpoint=mode)
         pipe.step(inputs, loss_fn=squares)  # the first one copies whatever might be written to
         pipe.zero_grad()

@@ -155,7 +155,7 @@ def test_sensitivity_is_what_evaluate_says_of_moved_cuts(
 ) -> None:
     """Each entry is the value with that cut moved, less the plan's; None where it breaks a limit.
 
-    What waits for busy neighbours counts, and schedules without a formula are simulated.
+    What may wait for busy neighbours counts, and schedules without a formula are simulated.
     """
     profile, n, options = question
     plan = solve(profile, n, **options)

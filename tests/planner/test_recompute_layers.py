@@ -14,12 +14,12 @@ from estimate_models import Apply
 from estimated import estimate_profile
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from nothing_waits import peaks_without_waiting
 from plan_oracle import holding_its_output, profiles
 from torch import Tensor, nn
 
 import gpipebal as gb
 from gpipebal.errors import BalanceError, InfeasibleError
-from gpipebal.memory import partition_memory
 from gpipebal.memory.cell import Cell
 from gpipebal.memory.loss import loss_of_micro_batch
 from gpipebal.memory.recomputed_runs import leaves_input, with_runs
@@ -95,7 +95,7 @@ def test_runs_of_a_partition_equal_brute_force(
         cell, moments, chunks, [*times[first:end], 0], gradients_exist=exist
     )
     peaks = {
-        runs: partition_memory(
+        runs: peaks_without_waiting(
             with_runs(profile, runs),
             bounds,
             chunks=chunks,
@@ -141,7 +141,7 @@ def test_the_plan_keeps_the_limit_and_the_bound_is_true(
 ) -> None:
     """Each partition fits, and no runs with which it fits take less time than its bound.
 
-    What waits for busy neighbours is known of a plan only: where it decides, there is a gap.
+    What may wait is known of a plan only: where it decides, there is a gap.
     """
     profile = chain(output_bytes=[width * MiB] * 8)
     plan = gb.evaluate(profile, [5, 3], checkpoint="never", schedule=schedule)
@@ -461,7 +461,7 @@ def test_an_error_says_which_limits_of_devices_would_do(limit: Any) -> None:
 
 
 def test_a_mode_that_needs_less_than_all_runs_is_what_an_error_counts() -> None:
-    """Partition 0 needs 110 bytes with runs instead of its mode; and others may wait for it."""
+    """Partition 0 needs no less with runs instead of its mode; and an output of it may wait."""
     profile = gb.Profile.from_costs(
         [2.0, 1.0],
         saved_bytes=[40, 10],
@@ -470,11 +470,11 @@ def test_a_mode_that_needs_less_than_all_runs_is_what_an_error_counts() -> None:
         chunks=2,
     )
     plan = gb.evaluate(profile, [1, 1], checkpoint=["always", "never"], schedule="1f1b")
-    assert [part.memory.total for part in plan.partitions] == [90, 75]
+    assert [part.memory.total for part in plan.partitions] == [110, 75]
     with pytest.raises(InfeasibleError, match=r"Fix: memory_limit=\[") as caught:
-        recompute_layers(profile, plan, memory_limit=[88, 38])
+        recompute_layers(profile, plan, memory_limit=[108, 38])
     (fix,) = re.findall(r"Fix: memory_limit=(\[.*?\])", str(caught.value))
-    assert eval(fix)[0] == 90
+    assert eval(fix) == [110, 75]
     recompute_layers(profile, plan, memory_limit=eval(fix))
 
 

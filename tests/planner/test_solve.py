@@ -73,10 +73,7 @@ def check_truth(plan: gb.Plan, profile: gb.Profile) -> None:
 @settings(max_examples=120, deadline=None, suppress_health_check=SLOW)
 @given(profiles(largest=4), st.data())
 def test_limits_and_modes_equal_brute_force(profile: gb.Profile, data: st.DataObject) -> None:
-    """With limits and any modes the plan is the best that fits, or its bound is below that.
-
-    What waits for busy neighbours is not in the oracle's peaks: it can only take plans away.
-    """
+    """With limits and any modes the plan is the best that fits, or its bound is below that."""
     n = data.draw(st.integers(1, min(3, profile.n_layers)))
     chunks, checkpoint = data.draw(st.integers(1, 4)), data.draw(checkpoints)
     objective: Any = data.draw(st.sampled_from(OBJECTIVES))
@@ -91,37 +88,33 @@ def test_limits_and_modes_equal_brute_force(profile: gb.Profile, data: st.DataOb
         plan = solve(profile, n, objective=objective, memory_limit=limits, **options)
     except InfeasibleError as error:
         assert "\nFix: " in str(error)
-        # With what waits, even the most generous plan may not fit.
-        if fitting:
-            assert error.shortage is None or error.shortage > 0
+        # What fits only with what may wait in it need not be found, if there are many ways.
+        assert not fitting or shared or profile.skips
         return
     assert fitting
     best = float(least(fitting, objective))
-    # Where all plans were looked at, with what waits in each, the bound is of those that fit.
-    looked_at_all = any("all plans were looked at" in note for note in plan.notes)
-    assert looked_at_all or plan.lower_bound <= best * (1 + 1e-12)
+    assert plan.lower_bound <= best * (1 + 1e-12)
     assert best * (1 + 1e-12) <= plan.value * (1 + 2e-12)
     for part, limit in zip(plan.partitions, limits, strict=True):
         assert part.memory_limit == limit
         assert limit is None or part.memory.total <= limit
     check_truth(plan, profile)
-    waits = any(part.memory.waiting for part in plan.partitions) or plan.notes
     if plan.status == "optimal":
-        assert looked_at_all or plan.value == pytest.approx(best, rel=1e-12)
+        assert plan.value == pytest.approx(best, rel=1e-12)
     else:
-        assert waits or "always" in plan.modes or plan.method == "integer program"
+        assert plan.notes or "always" in plan.modes or plan.method == "integer program"
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=SLOW)
 @given(profiles(largest=5), st.data())
 def test_least_peak_equals_brute_force(profile: gb.Profile, data: st.DataObject) -> None:
-    """The smallest peak memory, with what waits by the plan's own clock: few plans are all seen."""
+    """The smallest peak memory, with what may wait in the plan: few plans are all seen."""
     n = data.draw(st.integers(1, min(3, profile.n_layers)))
     options: Any = {"chunks": data.draw(st.integers(1, 4)), "checkpoint": data.draw(checkpoints)}
     options |= {"loss_inside": data.draw(st.booleans()), "shared_memory": data.draw(st.booleans())}
     plan = solve(profile, n, objective="peak_memory", **options)
     best = least(list(all_plans(profile, n, **options)), "peak_memory")
-    assert best <= plan.lower_bound <= plan.value
+    assert plan.lower_bound <= best <= plan.value
     assert plan.value == max(part.memory.total for part in plan.partitions)
     assert plan.status == ("optimal" if plan.value == plan.lower_bound else "feasible")
     if options["checkpoint"] != "auto":
@@ -133,7 +126,7 @@ def test_least_peak_equals_brute_force(profile: gb.Profile, data: st.DataObject)
         assert plan.value == min(
             max(part.memory.total for part in other.partitions) for other in others
         )
-    # By as much as waits for busy neighbours, and no more, it may be above the best.
+    # By as much as may wait for other partitions, and no more, it may be above the best.
     waits = sum(profile.storages) + sum(map(profile.gradients_into, range(profile.n_layers)))
     assert plan.value <= best + 2 * options["chunks"] * 4 * waits
 

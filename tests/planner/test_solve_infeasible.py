@@ -17,6 +17,7 @@ from gpipebal.errors import InfeasibleError
 from gpipebal.planner import advice as planner_advice
 from gpipebal.planner import solve, top_plans
 from gpipebal.problem import Device
+from gpipebal.profile import SkipProfile
 from gpipebal.solvers.deadline import Deadline
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -281,7 +282,7 @@ def test_more_memory_than_any_device_has_is_no_advice() -> None:
 @pytest.mark.parametrize(
     ("forward", "saved", "output", "options", "limit"),
     [
-        ([9, 9, 9], [50, 0, 50], [50, 5, 0], {"partitions": 2, "chunks": 4}, 160),
+        ([9, 9, 9], [50, 0, 50], [50, 5, 0], {"partitions": 2, "chunks": 4}, 165),
         (
             [2, 9, 2, 9],
             [5, 5, 0, 50],
@@ -298,31 +299,44 @@ def test_more_memory_than_any_device_has_is_no_advice() -> None:
         ),
     ],
 )
-def test_what_fits_in_its_own_timeline_is_found(
+def test_the_least_limit_is_known_to_the_byte(
     forward: list[float], saved: list[int], output: list[int], options: Any, limit: int
 ) -> None:
-    """With the most that can wait nothing fits; by the clock one split does, and none with less."""
+    """How much may wait for neighbours follows from the layers of a partition alone."""
     profile = gb.Profile.from_costs(forward, saved_bytes=saved, output_bytes=output, chunks=4)
     options = {"schedule": "1f1b", **options}
     plan = solve(profile, memory_limit=limit, **options)
-    assert max(part.memory.total for part in plan.partitions) == limit
-    assert plan.status == "optimal" and "all plans were looked at" in plan.notes[-1]
-    with pytest.raises(InfeasibleError) as raised:
+    assert plan.peak_bytes == limit and plan.status == "optimal"
+    with pytest.raises(InfeasibleError, match=r"expected 1 B more.*it needs") as raised:
         solve(profile, memory_limit=limit - 1, **options)
-    text = str(raised.value)
-    assert "Without values that may have to wait for busy neighbours" in text
-    assert "fit, but none does with what waits in its own steps" in text or "it would lack" in text
+    assert f"memory_limit={limit}." in str(raised.value)
+
+
+def past_others() -> gb.Profile:
+    """Return a chain with a skip connection, of which more may wait if it goes past partitions."""
+    profile = gb.Profile.from_costs(
+        [3, 9, 1, 4, 2], saved_bytes=[50, 0, 0, 0, 10], output_bytes=[50, 5, 50, 5, 5], chunks=4
+    )
+    far = SkipProfile("far", 0, 4, (len(profile.storages),))
+    return replace(profile, storages=(*profile.storages, 100), skips=(far,))
+
+
+def test_what_fits_with_what_may_wait_in_it_is_found() -> None:
+    """One split does, and none with less; with the least that may wait in any, others would."""
+    plan = solve(past_others(), 3, checkpoint="never", memory_limit=600)
+    assert plan.peak_bytes == 600
+    assert plan.status == "optimal" and "all plans were looked at" in plan.notes[-1]
+    with pytest.raises(InfeasibleError, match="fit, but none does with what may wait in its own"):
+        solve(past_others(), 3, checkpoint="never", memory_limit=599)
 
 
 def test_of_many_splits_those_with_most_room_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where not all can be looked at, those that lack least are; else the error says so."""
-    forward, saved, output = [9.0, 9.0, 9.0], [50, 0, 50], [50, 5, 0]
-    profile = gb.Profile.from_costs(forward, saved_bytes=saved, output_bytes=output, chunks=4)
     monkeypatch.setattr("gpipebal.planner.search.best.MOST_WAYS", 0)
     monkeypatch.setattr("gpipebal.planner.shortage.MOST_WAYS", 0)
-    assert solve(profile, 2, schedule="1f1b", memory_limit=160).balance
-    with pytest.raises(InfeasibleError, match="but none of those tried does with what waits"):
-        solve(profile, 2, schedule="1f1b", memory_limit=159)
+    assert solve(past_others(), 3, checkpoint="never", memory_limit=600).balance
+    with pytest.raises(InfeasibleError, match="but none of those tried does with what may wait"):
+        solve(past_others(), 3, checkpoint="never", memory_limit=599)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=SLOW)

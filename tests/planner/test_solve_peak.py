@@ -1,4 +1,4 @@
-"""The least peak memory, where what waits for busy neighbours decides."""
+"""The least peak memory, where what may wait for other partitions decides."""
 
 from __future__ import annotations
 

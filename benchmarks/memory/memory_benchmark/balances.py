@@ -28,7 +28,7 @@ def find_balances(
 ) -> dict[str, tuple[int, ...]]:
     """Find a balance of each kind, for partitions that each have a device of their own.
 
-    What waits for a busy neighbour is left out of account here: it depends on the clock.
+    They are found by the least that may wait for other partitions, whatever these are.
 
     Args:
         profile: Costs of the layers.
@@ -44,7 +44,11 @@ def find_balances(
     if n_partitions == 1:
         return found
     memory = RunMemory(
-        profile, chunks=profile.chunks, loss_inside=False, shared_memory=False
+        profile,
+        chunks=profile.chunks,
+        loss_inside=False,
+        shared_memory=False,
+        most=False,
     ).memory
     problem = Problem(
         **profile.layer_times,

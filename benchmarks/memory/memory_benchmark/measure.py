@@ -6,6 +6,7 @@ import gc
 import time
 from typing import Any
 
+import numpy as np
 import torch
 from benchmark_tools.machine import provenance
 from benchmark_tools.shares import wait_for
@@ -13,6 +14,9 @@ from benchmark_tools.shares import wait_for
 from gpipebal.memory import partition_memory
 from gpipebal.pipeline import GPipe, MemoryMeter, measure_memory
 from gpipebal.problem import to_bounds
+from gpipebal.profile import Profile
+from gpipebal.schedule import order_of
+from gpipebal.timeline import EventTable, Timeline
 from memory_benchmark.estimate import figures, profile_of, with_gradients
 from memory_benchmark.experiments import Experiment
 
@@ -38,23 +42,12 @@ def count(experiment: Experiment) -> dict[str, Any]:
     """Return the estimated and the counted peak of each partition on a CPU, in bytes.
 
     As published: two steps, the gradients kept between them; the second one is counted. ``least``
-    and ``most`` are the estimates if nothing waited for a neighbour, or everything as long as the
-    order of the actions lets it: between them the clock decides.
+    is the estimate if nothing waited for a neighbour: between it and the estimate the clock
+    decides.
     """
     profile = with_gradients(profile_of(experiment, "CPU core"))
     estimated = figures(experiment, profile, experiment.balance)
     meter, _ = _metered(experiment, torch.device("cpu"), experiment.rows)
-    least, most = (
-        partition_memory(
-            profile,
-            to_bounds(experiment.balance),
-            chunks=experiment.chunks,
-            checkpoint=experiment.checkpoint,
-            shared_memory=True,
-            latest=latest,
-        )
-        for latest in (False, True)
-    )
     return {
         "size": list(experiment.size),
         "rows": experiment.rows,
@@ -65,10 +58,29 @@ def count(experiment: Experiment) -> dict[str, Any]:
         "estimated": [
             a + b for a, b in zip(estimated["model"], estimated["activations"], strict=True)
         ],
-        "least": [peak.total for peak in least],
-        "most": [peak.total for peak in most],
+        "least": _least(experiment, profile),
         "counted": list(meter.peak_bytes),
     }
+
+
+def _least(experiment: Experiment, profile: Profile) -> list[int]:
+    """Return the peak of each partition if nothing waited: in a timeline with the others before."""
+    n = len(experiment.balance)
+    order = order_of("gpipe", n, experiment.chunks, experiment.checkpoint)
+    found = []
+    for j in range(n):
+        starts = np.where(order.partitions == j, 1.0 + np.arange(order.n_actions), 0.0)
+        columns = (order.partitions, order.kinds, order.micro_batches, starts, starts + 0.5)
+        peaks = partition_memory(
+            profile,
+            to_bounds(experiment.balance),
+            chunks=experiment.chunks,
+            checkpoint=experiment.checkpoint,
+            shared_memory=True,
+            timeline=Timeline(EventTable(*columns), n, "simulated"),
+        )
+        found.append(peaks[j].total)
+    return found
 
 
 def measure(experiment: Experiment, device: torch.device) -> dict[str, Any]:

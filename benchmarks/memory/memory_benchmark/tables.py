@@ -64,7 +64,7 @@ def errors(row: dict[str, Any]) -> list[float]:
 
 def decided_by_clock(row: dict[str, Any]) -> list[bool]:
     """Tell of each partition whether its count lies between what the clock can make of it."""
-    ranges = zip(row["least"], row["counted"], row["most"], strict=True)
+    ranges = zip(row["least"], row["counted"], row["estimated"], strict=True)
     return [
         least <= counted * (1 + LEEWAY) and most >= counted * (1 - LEEWAY)
         for least, counted, most in ranges

@@ -10,7 +10,7 @@ from itertools import pairwise
 from gpipebal.planner import evaluate
 from gpipebal.planner.runs.memory import RunMemory
 from gpipebal.planner.times import pause_time
-from gpipebal.problem import Device, Link, Problem, links_of, to_bounds
+from gpipebal.problem import Device, Link, Memory, Problem, links_of, to_bounds
 from gpipebal.profile import Profile
 from gpipebal.schedule import CheckpointMode, order_of
 from gpipebal.simulator import durations_of, place
@@ -114,15 +114,19 @@ def fastest_balance(
         checkpoint=checkpoint,
         links=None if link is None else links_of(sized, link),
         devices=[Device(memory_limit=memory_limit)] * n_partitions if limited else None,
-        memory=RunMemory(sized, chunks=chunks, loss_inside=False, shared_memory=False).memory
-        if limited
-        else None,
+        memory=_least_memory(sized, chunks) if limited else None,
     )
     return split(problem, "makespan").balance
 
 
+def _least_memory(profile: Profile, chunks: int) -> Memory:
+    """Return what runs of layers need with the least that may wait for other partitions."""
+    runs = RunMemory(profile, chunks=chunks, loss_inside=False, shared_memory=False, most=False)
+    return runs.memory
+
+
 def fits(profile: Profile, step: Step, memory_limit: int) -> bool:
-    """Tell whether no partition needs more, with what waits for busy neighbours."""
+    """Tell whether no partition needs more, with the most that may wait."""
     sized = profile.at_rows(step.rows, mini_batch_rows=step.batch)
     plan = evaluate(
         sized,

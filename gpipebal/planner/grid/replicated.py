@@ -246,7 +246,7 @@ class _BestReplica:
         return self._time
 
     def _may_fit(self, way: Way) -> bool:
-        """Whether a way keeps the limits without what waits for busy neighbours."""
+        """Whether a way keeps the limits with the least that may wait for other partitions."""
         memory = self._posed.problem.memory
         runs = zip(pairwise(way.bounds), way.modes, self._posed.problem.limits, strict=True)
         return memory is None or all(

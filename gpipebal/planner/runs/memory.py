@@ -5,18 +5,18 @@ compares the two for all runs of many chains. A walk through a row of the schedu
 list of *moments* that can be the highest, each a sum of tables over all runs: what the other
 micro-batches hold, and the most that the one at work needs.
 
-How many micro-batches wait for a busy neighbour depends on timing, and not on one run alone. So
-peaks are given without waiting, which is a lower bound for any timing, or with the most that the
-order of the actions allows, which is an upper bound. The upper bound exceeds the exact figure by
-what does not wait in fact: a few times the bytes at the run's ends; with skip connections, at most
-(chunks - 1) times these bytes and those of the skips.
+Most of what waits for other partitions is known for a run by itself. Some is not: over how many
+partitions a skip connection goes depends on the cuts between, and what earlier partitions in the
+same memory hold depends on their modes; and an output that waits may be in the graph of its
+micro-batch anyway. So peaks are bounded from below or from above. The bounds differ where a skip
+connection may go past a partition, in a shared memory, and where a forward is the highest moment.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,8 +29,6 @@ from gpipebal.problem import Memory
 from gpipebal.profile import LayerProfile, Profile
 from gpipebal.schedule import (
     CHECKPOINT_MODES,
-    MOST_WAITING,
-    SCHEDULES,
     CheckpointMode,
     check_schedule,
     make_schedule,
@@ -101,10 +99,10 @@ class RunMemory:
         chunks: Micro-batches of a mini-batch.
         loss_inside: Whether the last partition computes the loss of each micro-batch.
         shared_memory: Whether all partitions live in one memory.
-        waiting: ``'none'``: no micro-batch is counted as waiting for a neighbour; ``'most'``: as
-            many as any timing allows.
+        most: Whether peaks are bounded from above, whatever the other partitions are like; if not,
+            they are bounded from below.
         schedule: One of those that `GPipe` runs, `gpipebal.schedule.SCHEDULES`.
-        n_partitions: Number of partitions; under ``'gpipe'`` it does not matter.
+        n_partitions: Number of partitions; under ``'gpipe'`` it matters for skip connections only.
         gradients_exist: Whether the parameters have gradients before the step.
 
     Raises:
@@ -132,13 +130,13 @@ class RunMemory:
         chunks: int,
         loss_inside: bool,
         shared_memory: bool,
-        waiting: Literal["none", "most"] = "none",
+        most: bool = True,
         schedule: str = "gpipe",
         n_partitions: int = 1,
         gradients_exist: bool = False,
     ) -> None:
         self._profile, self._chunks = profile, chunks
-        self._waiting = waiting == "most"
+        self._most = most
         self._schedule, self._n_partitions = check_schedule(schedule), n_partitions
         #: A label for the row of each partition: equal ones have equal peaks.
         self._labels = self._find_labels()
@@ -194,27 +192,19 @@ class RunMemory:
 
     def _moments(self, mode: CheckpointMode, label: int) -> list[RowMoment]:
         """Return the moments of the rows with a label that can be the highest."""
-        # With this many forwards ahead, all may wait that the row by itself allows: the outputs of
-        # micro-batches that have not come back, and all gradients.
-        ahead: int | None = self._chunks
-        n_partitions, partition = self._n_partitions, label
+        n_partitions, partition, ahead = self._n_partitions, label, None
         if self._schedule == "gpipe":
-            n_partitions, ahead = 1, None
+            n_partitions = 1
         elif self._schedule == "1f1b":
-            n_partitions, partition = label + 1, 0
-            # The gradient of a skip connection may wait for a much earlier partition.
-            ahead = ahead if self._profile.skips else label + 1
-        room = None
-        if self._schedule in SCHEDULES and not self._profile.skips:
-            # In one memory some values wait until the end of the backward that takes them.
-            room = MOST_WAITING, MOST_WAITING + self._chain.shared_memory
+            n_partitions, partition, ahead = label + 1, 0, label + 1
         return moments_of(
             order_of(self._schedule, n_partitions, self._chunks, mode),
             partition,
             loss_inside=self._chain.loss is not None,
-            waiting=self._waiting,
+            most=self._most,
             ahead=ahead,
-            room=room,
+            hops=max(1, self._n_partitions - 1),
+            held=self._chain.shared_memory,
             gradients_exist=self._gradients_exist,
         )
 
@@ -234,7 +224,7 @@ class RunMemory:
         moments = self._moments(mode, label)
         rows: list[Table] = []
         for piece in self._pieces():
-            peaks = piece.peaks(moments, gradients_exist=self._gradients_exist)
+            peaks = piece.peaks(moments, most=self._most, gradients_exist=self._gradients_exist)
             # Copies, so that the rest of the tables is not kept.
             rows += [peaks[row, first:].copy() for row, first in enumerate(piece.firsts.tolist())]
         return rows

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from gpipebal.schedule import Order
+from gpipebal.schedule import MOST_WAITING, Order
 from gpipebal.schedule.actions import KINDS, B, F, R
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ class RowMoment(NamedTuple):
         n_graphs: Other micro-batches that hold a graph.
         n_inputs: Other micro-batches that hold their input.
         n_given: Micro-batches whose outputs wait for the next partition.
+        n_stashed: Micro-batches whose skip connections wait for later partitions.
         n_returned: Micro-batches whose gradients wait for the partition before.
+        n_popped: Micro-batches whose gradients of skip connections wait for earlier partitions.
         n_passed: Micro-batches that an earlier partition may still have to recompute, for which it
             keeps what it passes through without a gradient.
     """
@@ -40,7 +42,9 @@ class RowMoment(NamedTuple):
     n_graphs: int
     n_inputs: int
     n_given: int
+    n_stashed: int
     n_returned: int
+    n_popped: int
     n_passed: int
 
 
@@ -49,9 +53,10 @@ def moments_of(
     partition: int,
     *,
     loss_inside: bool,
-    waiting: bool = False,
+    most: bool = True,
     ahead: int | None = None,
-    room: tuple[int, int] | None = None,
+    hops: int = 1,
+    held: bool = False,
     gradients_exist: bool = False,
 ) -> list[RowMoment]:
     """Go through the row of a partition, and keep the moments that can be the highest.
@@ -60,11 +65,12 @@ def moments_of(
         order: The actions, one partition on each device.
         partition: The partition.
         loss_inside: Whether the last partition computes the loss.
-        waiting: Whether to count micro-batches that may wait for a neighbour.
+        most: Whether to count the most that may wait for others. If not, only that counts which may
+            wait whatever the other partitions are like.
         ahead: How many forwards the partition before runs before it alternates between one forward
             and one backward; None: it runs all of them first.
-        room: How many outputs, and gradients, can wait at most; one fewer while another one is
-            made. None: any number.
+        hops: How many partitions further on, or back, a skip connection goes at most.
+        held: Whether what is returned may be held until the end of the backward that takes it.
         gradients_exist: Whether the parameters have gradients before the step.
 
     Complexity:
@@ -90,22 +96,31 @@ def moments_of(
         _before(forward & which) - _before(backward & which) - (~forward & which)
         for which in (~recomputed, recomputed)
     )
-    n_given = n_returned = n_passed = np.zeros_like(forwards)
-    if waiting:
-        n_passed = n_graphs + backward
-        if ahead is None:
-            # Without a loss between the phases, outputs may wait until the first backward.
-            early = (kinds == R) & (backwards == 0) & loss_inside
-            n_given, n_returned = np.where(forward | early, forwards, 0), backwards
-        else:
-            # The output of a micro-batch was taken before its backward; and before a forward comes,
-            # the partition that it comes from has taken the gradients of much earlier ones.
-            taken = np.maximum(0, forwards - 1 - ahead)
-            n_given, n_returned = forwards - backwards, np.maximum(0, backwards - taken)
-        if room is not None:
-            n_given = np.minimum(n_given, room[0] - forward)
-            n_returned = np.minimum(n_returned, room[1] - backward)
-    counts = np.stack([n_graphs, n_inputs, n_given, n_returned, n_passed], axis=1)
+    n_popped = n_returned = backwards
+    if ahead is None:
+        # Without a loss between the phases, outputs may wait until the first backward.
+        early = (kinds == R) & (backwards == 0) & loss_inside
+        n_made = n_far = np.where(forward | early, forwards, 0)
+    else:
+        # When a gradient comes, all later partitions have taken that micro-batch, and the next one
+        # some more; and when a forward comes, the partition before has taken gradients of earlier
+        # ones.
+        n_back = backwards + backward
+        n_far = np.maximum(0, forwards - n_back)
+        n_made = np.where(n_back > 0, np.maximum(0, n_far - max(0, ahead - 2)), n_far)
+        n_returned = backwards - np.maximum(0, forwards + forward - 1 - ahead)
+    # One fewer waits while another one is made; and each partition on the way has as many.
+    n_given = np.minimum(n_made, MOST_WAITING - forward)
+    n_returned = np.minimum(n_returned, MOST_WAITING + (held and most) - backward)
+    if most:
+        n_stashed = np.minimum(n_far, hops * MOST_WAITING - forward)
+        n_popped = np.minimum(n_popped, hops * MOST_WAITING + held - backward)
+    else:
+        n_stashed, n_popped = n_given, n_returned
+    n_passed = most * (n_graphs + backward)
+    counts = np.stack(
+        [n_graphs, n_inputs, n_given, n_stashed, n_returned, n_popped, n_passed], axis=1
+    )
     exist, done = (backwards > 0) | gradients_exist, forwards == chunks
     ways = 8 * kinds + 4 * recomputed + 2 * exist + done
     found = []
@@ -114,9 +129,10 @@ def moments_of(
         found += [RowMoment(*what, *corner) for corner in _corners(counts[ways == way])]
     if not loss_inside:
         # Between the phases of GPipe: no backward has been by then.
-        held = chunks - int(again.sum()), int(again.sum())
-        found.append(RowMoment("L", False, gradients_exist, True, *held, 0, 0, waiting * held[0]))
-    found.append(RowMoment("O", False, True, True, 0, 0, 0, 0, 0))
+        in_flight = chunks - int(again.sum()), int(again.sum())
+        passed = most * in_flight[0]
+        found.append(RowMoment("L", False, gradients_exist, True, *in_flight, 0, 0, 0, 0, passed))
+    found.append(RowMoment("O", False, True, True, 0, 0, 0, 0, 0, 0, 0))
     return found
 
 

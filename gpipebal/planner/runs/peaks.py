@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, cached_property, partial, reduce
 from typing import TYPE_CHECKING, Any
 
@@ -59,14 +59,14 @@ class RunPeaks:
             self._gradient_sums[self._ends][None, :] - self._gradient_sums[self.firsts][:, None]
         ) - self._ties.counted_again
         self._fixed = self._fixed_bytes()
-        self._outgoing = self._at_ends(tables.of_skips(chain.skip_bytes, popped=False))
-        sizes = [self._profile.bytes_of(layer.outputs) for layer in self._profile.layers[:-1]]
-        self._outgoing[:, :-1] += self._column(sizes)
+        #: Outputs for the next partition, by end; and what runs stash for later ones.
+        sizes = [self._profile.bytes_of(layer.outputs) for layer in self._profile.layers]
+        self._given, self._stashed = self._handed_on(sizes, chain.skip_bytes)
         #: Gradients that the backward of each layer is given.
         self._flowing = [self._profile.gradients_into(k) for k in range(self._n)]
         self._started = self._at_ends(tables.of_skips(chain.skip_gradient_bytes, popped=False))
         self._started[:, :-1] += self._column(self._flowing[: self._n - 1])
-        self._returned = self._returned_bytes()
+        self._returned, self._least_popped, self._popped = self._returned_bytes()
         self._idle = self._idle_runs()
         self._passed = self._passed_bytes()
         self._gradients = GradientTables(chain, self.firsts, tables.kind)
@@ -81,6 +81,37 @@ class RunPeaks:
         self._forwards = cache(partial(forward_peaks, tables, self._none))
         self._known: dict[tuple[str, bool, bool], Table] = {}
 
+    def _handed_on(self, outputs: Sequence[int], skips: Sequence[int]) -> tuple[Table, Table]:
+        """Return the outputs of runs, by their ends, and the skip connections that they stash.
+
+        Args:
+            outputs: Bytes of each layer's output.
+            skips: Bytes of each skip connection.
+        """
+        stashed = self._at_ends(self._tables.of_skips(skips, popped=False))
+        return self._column([*outputs[:-1], 0]), stashed
+
+    @cached_property
+    def _surely_handed_on(self) -> tuple[Table, Table]:
+        """The same without what the cells may have anyway, in their graph or their input."""
+        chain, profile = self._chain, self._profile
+        seen = {*profile.inputs, *profile.keepers}
+
+        def new(storages: Iterable[int], end: int) -> int:
+            """Return the bytes of what was never seen before, and not saved before an end."""
+            own = {s for s in storages if s not in seen and chain.saved_at.get(s, [end])[0] >= end}
+            return profile.bytes_of(own)
+
+        outputs, skips = [], [0] * len(profile.skips)
+        for k, layer in enumerate(profile.layers):
+            outputs.append(new(layer.outputs, k + 1))
+            for number, skip in enumerate(profile.skips):
+                if skip.source == k:
+                    skips[number] = new(set(skip.storages) - set(layer.outputs), skip.destination)
+            seen |= set(layer.outputs)
+            seen = seen.union(*(skip.storages for skip in profile.skips if skip.source == k))
+        return self._handed_on(outputs, skips)
+
     def _fixed_bytes(self) -> Table:
         """Return parameters, buffers and optimizer state of each run."""
         layers = self._profile.layers
@@ -92,27 +123,33 @@ class RunPeaks:
         known = unknown[ends] == unknown[firsts]
         return plain[ends] - plain[firsts] + np.where(known, state[ends] - state[firsts], 0)
 
-    def _returned_bytes(self) -> Table:
-        """Bound the bytes that a micro-batch leaves for the partition before: gradient, graph."""
+    def _returned_bytes(self) -> tuple[Table, Table, Table]:
+        """Return what a micro-batch leaves for the partition before, and for earlier ones.
+
+        These are gradients of the run's input, and of skip connections that it pops: those that go
+        where something can be trained, wherever the cuts are, and those that may.
+        """
         chain = self._chain
         trained = np.cumsum([0, *(bool(la.gradient_bytes) for la in chain.layers)]) > 0
+        before = trained[self.firsts][:, None]
         gradients = self._column([0, *self._flowing])[self.firsts][:, None]
-        gradients = gradients + self._popped_bytes(chain.skip_gradient_bytes)
-        returned = np.where(trained[self.firsts][:, None], gradients, 0)
-        return returned + self._given if self._shared else returned
-
-    def _popped_bytes(self, n_bytes: Sequence[int]) -> Table:
-        return self._at_ends(self._tables.of_skips(n_bytes, popped=True))
+        popped = chain.skip_gradient_bytes
+        pairs = zip(chain.profile.skips, popped, strict=True)
+        surely = [n_bytes * bool(trained[skip.source + 1]) for skip, n_bytes in pairs]
+        least, most = (
+            self._at_ends(self._tables.of_skips(sizes, popped=True)) for sizes in (surely, popped)
+        )
+        return np.where(before, gradients, 0), least, np.where(before, most, 0)
 
     @cached_property
-    def _given(self) -> Table:
-        """Bytes that runs are given from earlier ones.
+    def _in_others(self) -> tuple[Table, Table]:
+        """Bytes of the value and of the skip connections that runs are given from earlier ones.
 
-        A storage that comes both as the value and as a skip connection counts twice.
+        A storage that comes as both counts twice.
         """
         values = [self._profile.bytes_of(layer.outputs) for layer in self._profile.layers]
-        given = self._column([0, *values])[self.firsts][:, None]
-        return given + self._popped_bytes(self._chain.skip_bytes)
+        value = self._column([0, *values])[self.firsts][:, None]
+        return value, self._at_ends(self._tables.of_skips(self._chain.skip_bytes, popped=True))
 
     def _passed_bytes(self) -> Table:
         """Bound what earlier partitions keep of each input, where the run itself does not.
@@ -121,7 +158,8 @@ class RunPeaks:
         gradient.
         """
         not_kept = self._at_ends(self._tables.not_kept)
-        return np.where(self._idle, self._given, not_kept) if self._shared else 0 * not_kept
+        given = sum(self._in_others)
+        return np.where(self._idle, given, not_kept) if self._shared else 0 * not_kept
 
     def _idle_runs(self) -> Table:
         """Return the runs that receive no gradient."""
@@ -131,13 +169,22 @@ class RunPeaks:
             idle[:, end - 1] = (self.firsts <= something) & (self.firsts > gradient)
         return idle
 
-    def peaks(self, moments: Sequence[RowMoment], *, gradients_exist: bool) -> Table:
+    def peaks(self, moments: Sequence[RowMoment], *, most: bool, gradients_exist: bool) -> Table:
         """Return the highest of the moments of each run.
 
         Args:
             moments: The moments of a row.
+            most: Whether earlier partitions hold as much as they may of what waits for them.
             gradients_exist: Whether the parameters have gradients before the step.
         """
+        given, stashed = self._given, self._stashed
+        returned, popped = self._returned, self._popped
+        if not most:
+            (given, stashed), popped = self._surely_handed_on, self._least_popped
+        if most and self._shared:
+            # In one memory, graphs of earlier partitions may need the tensors themselves.
+            value, skips = self._in_others
+            returned, popped = returned + value, popped + skips
         chain = self._chain
         graphs = np.where(self._idle, 0, self._graphs - self._handed)
         tables = self._tables
@@ -146,16 +193,13 @@ class RunPeaks:
         outputs = self._outputs(moments, gradients_exist)
         highest: Table | None = None
         for moment in moments:
-            _, recomputed, exist, _, n_graphs, n_inputs, n_given, n_returned, n_passed = moment
-            total = n_graphs * graphs + n_inputs * inputs
-            if n_passed:
-                total += n_passed * self._passed
+            recomputed, exist = moment.recomputed, moment.gradients_exist
+            total = moment.n_graphs * graphs + moment.n_inputs * inputs
+            total += moment.n_passed * self._passed
             if moment.kind != "L":
-                total = total + self._own(moment.kind, recomputed, exist)
-                if n_given:
-                    total[:, :-1] += n_given * self._outgoing[:, :-1]
-                if n_returned:
-                    total += n_returned * self._returned
+                total += self._own(moment.kind, recomputed, exist)
+                total += moment.n_given * given + moment.n_stashed * stashed
+                total += moment.n_returned * returned + moment.n_popped * popped
                 total[:, -1] += outputs(moment)
             else:
                 total[:, :-1] = self._none

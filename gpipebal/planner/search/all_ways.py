@@ -1,7 +1,8 @@
 """All ways to run a short chain, one by one: where no formula says what fits.
 
-What waits for busy neighbours depends on timing, so whether a split keeps its limits is known only
-from its own timeline. Where there are few ways to cut and run a chain, all are looked at.
+How much may wait for other partitions can depend on all cuts, so whether a split keeps its limits
+is known only when it is complete. Where there are few ways to cut and run a chain, all are looked
+at.
 """
 
 from __future__ import annotations

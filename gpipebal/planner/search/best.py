@@ -40,7 +40,7 @@ MOST_WAYS = 500
 #: ... and for the least peak, for which each is simulated.
 _MOST_PEAK_WAYS = 100
 
-_BY_PEAK = "Found by the least peak memory, because what waits decides what fits."
+_BY_PEAK = "Found by the least peak memory, because what may wait decides what fits."
 
 
 class Best(NamedTuple):
@@ -58,8 +58,8 @@ class Best(NamedTuple):
 def best_of(posed: Posed) -> Best:
     """Find the best plan at one number of micro-batches.
 
-    Where what waits for busy neighbours decides, not all ways may be looked at. Then questions that
-    leave less open are asked too, so that more freedom does not have the worse plan; but see
+    Where what may wait for other partitions decides, not all ways may be looked at. Then questions
+    that leave less open are asked too, so that more freedom does not have the worse plan; but see
     `_with_less_open` for when they are not.
     """
     deadline = Deadline(posed.question.time_limit)
@@ -133,22 +133,22 @@ def _as_asked(posed: Posed, plan: Plan, value: float, bound: float) -> Plan:
     """Turn the plan for another question about this chain into one for this question."""
     split = Way.of(plan).split(value, bound, plan.method)
     same = plan_of_split(posed, split).with_bound(min(bound, value))
-    # The least peak has a gap because of what waits, whether there is a limit or not.
+    # The least peak has a gap because of what may wait, whether there is a limit or not.
     is_noted = posed.problem.is_limited and posed.question.objective != "peak_memory"
     return _noted(same) if is_noted else same
 
 
 def _noted(plan: Plan) -> Plan:
     """Say why a plan under limits is not proven, unless it is."""
-    note = "A split that is better without what waits for busy neighbours exceeds a limit with it."
+    note = "A split that is better by the least that may wait in it exceeds a limit by its own."
     return replace(plan, notes=(*plan.notes, note)) if plan.gap else plan
 
 
 def _best_as_asked(posed: Posed) -> Best:
     """Find the best plan, or a good one, without a look at questions that leave less open.
 
-    Limits are first checked without what waits for busy neighbours. If the plan that is found
-    exceeds one of them in its own timeline, all ways are tried if they are few. If they are many,
+    Limits are first checked with the least that may wait for other partitions. If the plan that is
+    found exceeds one of them with its own, all ways are tried if they are few. If they are many,
     more is recomputed, where modes are open; the search is done again under lower and lower limits
     for the partitions that exceed theirs, and with the most that can wait; and the next best splits
     are tried, and those that lack least. The gap tells between which values the best plan is.
@@ -223,7 +223,7 @@ def _solved_again(posed: Posed, problem: Problem, deadline: Deadline) -> Split |
 
 
 def _with_most_room(posed: Posed) -> Plan | None:
-    """Try the splits that lack least, counted with what waits and without."""
+    """Try the splits that lack least, counted with the most that may wait and with the least."""
     for problem in (posed.cautious, posed.problem):
         in_order = [replace(problem, any_order=False)] if problem.any_order else []
         for one in [problem, *in_order]:

@@ -47,12 +47,12 @@ def best_way(
     deadline: Deadline,
     any_plan: Callable[[], Plan | None],
 ) -> tuple[Plan | None, float]:
-    """Return the best of all ways that keeps its limits in its own timeline.
+    """Return the best of all ways that keeps its limits, with what may wait in it.
 
     Args:
         posed: The question.
         ways: All ways.
-        found: The best split without what waits: no way's value is below its bound.
+        found: The best split with the least that may wait: no way's value is below its bound.
         deadline: When it is up, the search ends with the plan that is known to fit, or a way
             whose value is known.
         any_plan: Returns a plan that fits, if one is known or soon found.
@@ -84,7 +84,7 @@ def best_way(
             continue
         plan = _plan_of(posed, way, bound, found)
         if fits(plan):
-            note = "What waits for busy neighbours decides what fits, so all plans were looked at."
+            note = "What may wait for other partitions decides what fits: all plans were looked at."
             return replace(plan, notes=(*plan.notes, note)), plan.lower_bound
     return None, math.inf
 

@@ -1,9 +1,10 @@
-"""Searches under lower limits, until a plan keeps the true ones with what waits in its timeline.
+"""Searches under lower limits, until a plan keeps the true ones with what may wait in it.
 
-Solvers do not know what waits for busy neighbours. When a plan that they found exceeds a limit by
-that, they are asked for the best split without it: for one in which each partition that exceeds its
-limit needs less. This is repeated. The next split is a little worse or equally good, and often as
-much as the last one waits in it, or nothing at all.
+Solvers know the least that may wait in a partition, whatever the others are. When a plan that they
+found exceeds a limit because more may wait in it, they are asked for the best split without it: for
+one in which each partition that exceeds its limit needs less. This is repeated. The next split is a
+little worse or equally good, and often as much may wait in it as in the last one, or nothing at
+all.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def under_lower_limits(
 
 
 def _peak(posed: Posed, found: Split, j: int) -> int:
-    """Return what a partition needs without what waits."""
+    """Return the least that a partition needs."""
     memory, (start, end) = posed.problem.memory, found.bounds[j : j + 2]
     assert memory is not None
     return int(memory.rows(start, j, found.modes[j])[end - start - 1])

@@ -1,7 +1,7 @@
 """Checkpoint modes that are open: slower ones where memory is lacking, faster ones where it is not.
 
-Searches choose modes by what partitions need without what waits for busy neighbours. A plan's own
-timeline may show that a mode needs too much, or that a faster one would have fitted.
+Searches choose modes by the least that may wait for other partitions. A plan as a whole may show
+that a mode needs too much, or that a faster one would have fitted.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def quicker(posed: Posed, plan: Plan, deadline: Deadline) -> Plan:
         A plan that fits with the same cuts and devices, and a value that is no larger.
 
     Complexity:
-        One plan for each mode that would fit if nothing waited for busy neighbours: mostly none.
+        One plan for each mode that would fit if the least waited: mostly none.
     """
     before = None
     while plan is not before:

@@ -1,0 +1,148 @@
+"""What waits for neighbours: a plan counts as much as there may be, whatever the timing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from plan_oracle import MODES, profiles
+
+import gpipebal as gb
+from gpipebal.memory import partition_memory
+from gpipebal.memory.cell import Cell
+from gpipebal.memory.waiting import Waiting
+from gpipebal.planner.execution import Execution
+from gpipebal.planner.times import order_for, step_timeline
+from gpipebal.profile import SkipProfile
+from gpipebal.schedule import SCHEDULES, order_of
+from gpipebal.schedule.actions import B, F
+from gpipebal.simulator import Durations, place
+
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+
+def test_a_skip_for_a_partition_that_is_behind_by_hand() -> None:
+    """Partition 2 takes at once what partition 0 has stashed two forwards ago.
+
+    If it is late, partition 1 makes two outputs more for it, and partition 0 two more for that one.
+    So four stashed values may wait, three while partition 0 makes another one.
+    """
+    profile = gb.Profile.from_costs([1.0] * 3, parameter_bytes=[4] * 3, chunks=8)
+    skip = SkipProfile("far", 0, 2, (len(profile.storages),))
+    profile = replace(profile, storages=(*profile.storages, 100), skips=(skip,))
+    clock = step_timeline(profile, range(4), Execution(8, "never", loss_inside=True))
+    cells = [Cell(profile, j, j + 1, None, False) for j in range(3)]
+    order = order_for("gpipe", 3, 8, "never")
+    exact, most = (Waiting(cells, order, one).of_row(0)[:8] for one in (clock, None))
+    assert exact == [0, 100, *[200] * 6]
+    assert most == [0, 100, 200, *[300] * 5]
+
+
+def test_while_a_partition_makes_one_another_one_waits() -> None:
+    """By hand: one output or gradient is left to take while the next one is made, and not two."""
+    profile = gb.Profile.from_costs(
+        [1.0, 1.0], output_bytes=[100, 0], parameter_bytes=[4, 4], chunks=8
+    )
+    cells = [Cell(profile, j, j + 1, None, False) for j in range(2)]
+    order = order_for("gpipe", 2, 8, "never")
+    waiting = Waiting(cells, order, None)
+    assert waiting.of_row(0)[:8] == [0, *[100] * 7]
+    assert waiting.of_row(1)[8:] == [0, *[100] * 7]
+
+
+def test_who_is_fast_enough_takes_everything_at_once_by_the_clock() -> None:
+    """By hand: partition 1 starts a forward every 2 s, and partition 2 takes each output at once.
+
+    In fact partition 2 waits for room, because partition 3 is slow; then an output waits for it.
+    """
+    for times, which in (([2.0, 1.0, 1.0, 8.0], 1), ([8.0, 1.0, 1.0, 2.0], 2)):
+        profile = gb.Profile.from_costs(
+            times, output_bytes=[100] * 3 + [0], parameter_bytes=[4] * 4, chunks=8
+        )
+        clock = step_timeline(profile, range(5), Execution(8, "never", loss_inside=True))
+        cells = [Cell(profile, j, j + 1, None, False) for j in range(4)]
+        order = order_for("gpipe", 4, 8, "never")
+        actions = slice(8) if which == 1 else slice(8, None)
+        exact, most = (Waiting(cells, order, one).of_row(which)[actions] for one in (clock, None))
+        assert exact == [0] * 8
+        assert most == [0] + [100] * 7
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=SLOW)
+@given(
+    profiles(largest=6),
+    st.integers(1, 8),
+    st.sampled_from(sorted(SCHEDULES)),
+    st.sampled_from(MODES),
+    st.booleans(),
+    st.booleans(),
+    st.data(),
+)
+def test_no_timing_makes_a_partition_hold_more_than_planned(
+    profile: gb.Profile,
+    chunks: int,
+    schedule: str,
+    mode: Any,
+    inside: bool,
+    shared: bool,
+    data: st.DataObject,
+) -> None:
+    """However fast and slow the partitions are, whatever they hand on and keep."""
+    n = data.draw(st.integers(1, profile.n_layers))
+    cuts = data.draw(
+        st.sets(st.integers(1, max(1, profile.n_layers - 1)), min_size=n - 1, max_size=n - 1)
+        if n > 1
+        else st.just(set[int]())
+    )
+    bounds = (0, *sorted(cuts), profile.n_layers)
+    seconds = st.lists(st.sampled_from([0.1, 1.0, 1.3, 8.0]), min_size=n, max_size=n)
+    times = Durations(*(tuple(data.draw(seconds)) for _ in range(3)))
+    inside = inside or schedule == "1f1b"
+    order = order_for(schedule, n, chunks, mode)
+    clock = place(order, times, pause=None if inside else 0.0)
+    options: Any = {
+        "chunks": chunks,
+        "checkpoint": mode,
+        "schedule": schedule,
+        "loss_inside": inside,
+        "shared_memory": shared,
+    }
+    held = partition_memory(profile, bounds, timeline=clock, **options)
+    planned = partition_memory(profile, bounds, **options)
+    assert len(list(pairwise(bounds))) == len(held)
+    for one, most in zip(held, planned, strict=True):
+        assert one.total <= most.total
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+@pytest.mark.parametrize(("n", "chunks"), [(1, 3), (2, 2), (3, 5), (5, 3)])
+def test_what_must_have_ended_before_an_action(
+    schedule: str, mode: Any, n: int, chunks: int
+) -> None:
+    """Of every other partition, however far: as following all needs back tells."""
+    order = order_of(schedule, n, chunks, mode)
+    columns = (order.partitions, order.kinds, order.micro_batches)
+    actions = list(zip(*(column.tolist() for column in columns), strict=True))
+    before: dict[tuple[int, int, int], set[tuple[int, int, int]]] = {}
+
+    def all_before(action: tuple[int, int, int]) -> set[tuple[int, int, int]]:
+        if action not in before:
+            j, kind, i = action
+            row = [one for one in actions if one[0] == j]
+            direct = row[: row.index(action)][-1:]
+            direct += [(j - 1, F, i)] if kind == F and j else []
+            direct += [(j + 1, B, i)] if kind == B and j < n - 1 else []
+            before[action] = set(direct).union(*map(all_before, direct))
+        return before[action]
+
+    waiting = Waiting([], order, None)
+    for j in range(n):
+        row = [one for one in actions if one[0] == j]
+        for other in set(range(n)) - {j}:
+            found = waiting._ended_before(j, other).tolist()
+            assert found == [sum(k == other for k, _, _ in all_before(one)) for one in row]
