@@ -109,7 +109,7 @@ class Cell:
         self._kept: _ForRecompute | None = None
         self._leaves: list[Tensor | None] = []
         self._roots: list[tuple[GradientEdge | Tensor, torch.device] | None] = []
-        self._marks: list[int] = []
+        self._marks: list[int | None] = []
 
     def forget_facts(self) -> None:
         """Let the partition find out again the facts about micro-batches of this cell's kind."""
@@ -130,7 +130,7 @@ class Cell:
         states: States | None = [] if self.checkpointed else None
         writes = ParameterWrites(self._partition.modules) if self.checkpointed else None
         randomness = OwnRandomness(self._seed, self._micro_batch, states)
-        marks: list[int] = []
+        marks: list[int | None] = []
         try:
             with phase(checkpointing=self.checkpointed):
                 result = self._partition.forward(
@@ -195,7 +195,7 @@ class Cell:
             raise ModelError(_written_message(self._partition.index))
         kept.writes.check()
         randomness = OwnRandomness(self._seed, self._micro_batch, kept.states, again=True)
-        marks: list[int] = []
+        marks: list[int | None] = []
         with phase(recomputing=True):
             leaves, outputs = self._partition.recompute(
                 kept.input,

@@ -18,21 +18,10 @@ from torch import Tensor
 
 from gpipebal.pipeline.process import engine_state
 
-__all__ = [
-    "next_node",
-    "note_failed_layers",
-    "note_gaps",
-    "note_no_graph",
-    "note_second_backward",
-]
+__all__ = ["note_failed_layers", "note_gaps", "note_no_graph", "note_second_backward"]
 
 #: Nodes that accumulate a gradient have this number, and no place in the order.
 _LAST = 2**64 - 1
-
-
-def next_node() -> int:
-    """Return the number that the next node of this thread will have; 0 if torch does not tell."""
-    return engine_state.next_node() or 0
 
 
 def note_no_graph(error: RuntimeError) -> None:
@@ -73,14 +62,17 @@ def note_second_backward(error: BaseException) -> None:
 
 
 def note_failed_layers(
-    error: BaseException, roots: Sequence[Any], marks: Sequence[int], describe: Callable[[int], str]
+    error: BaseException,
+    roots: Sequence[Any],
+    marks: Sequence[int | None],
+    describe: Callable[[int], str],
 ) -> None:
     """Note in an error in which layers' backward it came up, as far as that can be told.
 
     Args:
         error: What a backward that has not kept its graph raised.
         roots: The nodes that it started from.
-        marks: What `next_node` returned before each layer.
+        marks: What `engine_state.next_node` returned before each layer.
         describe: Names a layer, given by its index.
     """
     # Whatever happens here, the error itself is what the caller needs.
@@ -93,12 +85,13 @@ def note_failed_layers(
 
 
 def _failed_layers(
-    roots: Iterable[Any], marks: Sequence[int], error: BaseException
+    roots: Iterable[Any], marks: Sequence[int | None], error: BaseException
 ) -> tuple[int, int] | None:
     """Return the indices of the first and the last layer in question; None: nothing is known."""
     nodes = {node: node._sequence_nr() for node in engine_state.nodes_behind(roots)}
     numbers = sorted({number for number in nodes.values() if number != _LAST})
-    if not numbers or not marks or engine_state.next_node() is None:
+    begins = [mark for mark in marks if mark is not None]
+    if not numbers or not begins:
         return None
     states = {number: state for node, number in nodes.items() if (state := _has_freed(node))}
     freed = min((n for n, state in states.items() if state == "freed"), default=_LAST)
@@ -115,7 +108,7 @@ def _failed_layers(
         numbers.append(freed)
     if not numbers:
         return None
-    first, last = (max(0, bisect_right(marks, at) - 1) for at in (numbers[0], numbers[-1]))
+    first, last = (max(0, bisect_right(begins, at) - 1) for at in (numbers[0], numbers[-1]))
     return first, last
 
 

@@ -34,6 +34,7 @@ from gpipebal.pipeline.layers.cached_weights import forget_cached_weights
 from gpipebal.pipeline.layers.modules import Modules
 from gpipebal.pipeline.layers.recomputed import Recomputed
 from gpipebal.pipeline.layers.returned import ReturnedTensors
+from gpipebal.pipeline.process import engine_state
 from gpipebal.pipeline.values.microbatch import (
     Call,
     Packet,
@@ -45,7 +46,7 @@ from gpipebal.pipeline.values.microbatch import (
 )
 from gpipebal.pipeline.values.places import find_shared
 from gpipebal.pipeline.values.tensors import version_of
-from gpipebal.pipeline.workers.blame import next_node, note_no_graph
+from gpipebal.pipeline.workers.blame import note_no_graph
 from gpipebal.pipeline.workers.facts import MOST_KINDS, Facts, was_written
 from gpipebal.pipeline.workers.inbox import InboxClosedError
 from gpipebal.pipeline.workers.input_writes import ONE_BY_ONE, LateWrites, Watch
@@ -322,7 +323,7 @@ class Partition:
                     self.running = k
                     if watch is not None and k < ONE_BY_ONE:
                         watch.look()
-                    marks.append(next_node())
+                    marks.append(engine_state.next_node())
                     randomness.enter_layer(self.first + k)
                     if isinstance(value, Call):
                         value = layer(value.input, **value.keywords)
@@ -332,7 +333,7 @@ class Partition:
                         check_travels(value, self.names[k], cut=False)
                 if tail is not None:
                     self.running = k = len(self.layers)
-                    marks.append(next_node())
+                    marks.append(engine_state.next_node())
                     randomness.enter_layer(self.first + k)
                     value = tail.run(value)
                 if watch is not None:

@@ -37,14 +37,15 @@ class Pass(NamedTuple):
         state: Settings of the caller.
         randomness: Random numbers of the micro-batch.
         tail: Runs after the layers.
-        marks: Receives the number of autograd's next node before each layer.
+        marks: Receives the number of autograd's next node before each layer; None: torch does not
+            tell.
     """
 
     kind: Hashable
     state: CallerState
     randomness: OwnRandomness
     tail: Tail | None
-    marks: list[int]
+    marks: list[int | None]
 
 
 @dataclass
