@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from itertools import compress
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,30 +41,28 @@ class Watch:
     """
 
     def __init__(self, leaves: Sequence[Any]) -> None:
-        self._counted = [isinstance(x, Tensor) and not x.is_inference() for x in leaves]
-        self._tensors: list[Tensor] = list(compress(leaves, self._counted))
+        self._counted: dict[int, Tensor] = {
+            i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and not x.is_inference()
+        }
         self._counts: list[list[int]] = []
 
     def look(self) -> None:
         """Count before each of the first `ONE_BY_ONE` layers, and at the end."""
-        self._counts.append([one._version for one in self._tensors])
+        self._counts.append([one._version for one in self._counted.values()])
 
-    def writer(self) -> tuple[int, bool] | None:
-        """Return the layer that first wrote to a leaf, and whether it may be one after it.
+    def found(self) -> tuple[frozenset[int], int, bool] | None:
+        """Return which leaves were written to, and by which layer first; None: none was.
 
-        None: no layer did.
+        Returns:
+            Indices of the leaves; that of the layer; and whether it may be one after it.
         """
         first, last = self._counts[0], self._counts[-1]
         if first == last:
             return None
-        found = next(k for k, counts in enumerate(self._counts) if counts != first)
-        return found - 1, found == len(self._counts) - 1
-
-    def written(self) -> list[bool]:
-        """Tell of each leaf whether it was written to."""
-        both = zip(self._counts[0], self._counts[-1], strict=True)
-        changed = iter([before != after for before, after in both])
-        return [is_counted and next(changed) for is_counted in self._counted]
+        columns = zip(self._counted, first, last, strict=True)
+        written = frozenset(i for i, before, after in columns if before != after)
+        look = next(k for k, counts in enumerate(self._counts) if counts != first)
+        return written, look - 1, look == len(self._counts) - 1
 
 
 class LateWrites:
@@ -111,11 +108,11 @@ class LateWrites:
         Raises:
             ModelError: one has.
         """
-        found = watch.writer()
+        found = watch.found()
         if found is None:
             return
-        self._noticed |= {i for i, is_written in enumerate(watch.written()) if is_written}
-        k, is_last = found
+        written, k, is_last = found
+        self._noticed |= written
         more = is_last and (loss or k < len(self._layers) - 1)
         raise ModelError(
             f"an input of partition {self._partition} was written to while {describe(k)} "
