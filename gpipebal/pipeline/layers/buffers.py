@@ -102,6 +102,9 @@ class Buffers:
     Args:
         modules: All modules of its layers.
         foreign: Buffers that layers of other partitions have too.
+
+    Attributes:
+        foreign: As given.
     """
 
     def __init__(self, modules: Sequence[nn.Module], foreign: frozenset[BufferSlot]) -> None:
@@ -110,7 +113,7 @@ class Buffers:
         for module in modules:
             once.setdefault(id(module._buffers), (module, module._buffers))
         self._modules = [module for module, _ in once.values()]
-        self._foreign = foreign
+        self.foreign = foreign
         # Running statistics that are updated when the mini-batch is over.
         self._deferred = {
             (module, name)
@@ -148,7 +151,7 @@ class Buffers:
     def _is_copied(self, place: BufferSlot, buffer: Tensor) -> bool:
         # A copy would get the gradient that is meant for the buffer; and of what several partitions
         # have there is one.
-        if buffer.requires_grad or place in self._foreign:
+        if buffer.requires_grad or place in self.foreign:
             return False
         return is_always_copied(place[0], buffer) or place in self._written
 
@@ -163,7 +166,7 @@ class Buffers:
             place: (buffer, copied.of(buffer), version_of(buffer))
             for place, buffer in self._present()
             if not is_lazy(buffer)
-            and (place in self._foreign or (not alone and bytes_of(buffer) > SMALL))
+            and (place in self.foreign or (not alone and bytes_of(buffer) > SMALL))
         }
 
     def note_changed(self, before: Copies) -> dict[BufferSlot, Tensor]:
@@ -178,13 +181,13 @@ class Buffers:
         changed = {}
         for place, (buffer, copy, version) in before.items():
             # If a foreign buffer is replaced, the other partitions lose it too.
-            now = _buffer_of(*place) if place in self._foreign else buffer
+            now = _buffer_of(*place) if place in self.foreign else buffer
             now = now if isinstance(now, Tensor) else None
             # By value too, because torch's batch normalisation writes without counting a version.
             if not are_equal(copy, now) or version_of(buffer) != version:
                 changed[place] = copy
         for module, name in changed:
-            if (module, name) in self._foreign:
+            if (module, name) in self.foreign:
                 raise ModelError(
                     f"a buffer is written to by two partitions: {name!r} of a "
                     f"{type(module).__name__} (expected one at most).\n"
@@ -215,7 +218,7 @@ class Buffers:
             fix = "write to it between mini-batches"
             if buffer.requires_grad:
                 what = "requires a gradient, and was written to since its forward"
-            elif (module, name) in self._foreign:
+            elif (module, name) in self.foreign:
                 what = "belongs to several partitions, and was written to since its forward"
             else:
                 self.note_written((module, name))

@@ -63,16 +63,12 @@ class ReturnedTensors:
 
     Args:
         modules: All modules of the layers.
-        buffers: Their buffers.
-        foreign: Buffers that layers of other partitions have too: no layer writes to them.
+        buffers: Their buffers. To those that layers of other partitions have too no layer writes.
     """
 
-    def __init__(
-        self, modules: Sequence[nn.Module], buffers: Buffers, foreign: frozenset[BufferSlot]
-    ) -> None:
+    def __init__(self, modules: Sequence[nn.Module], buffers: Buffers) -> None:
         self._modules = list(modules)
         self._buffers = buffers
-        self._foreign = foreign
         held: list[Any] = [
             names for module in modules for names in (module._parameters, module._buffers)
         ]
@@ -200,9 +196,10 @@ class ReturnedTensors:
 
     def _slots(self) -> Iterator[tuple[BufferSlot, Tensor]]:
         """Yield the buffers and parameters that layers may write to, each with its place."""
+        foreign = self._buffers.foreign
         for module in self._modules:
             for name, one in chain(module._parameters.items(), module._buffers.items()):
-                if one is not None and not is_lazy(one) and (module, name) not in self._foreign:
+                if one is not None and not is_lazy(one) and (module, name) not in foreign:
                     yield (module, name), one
 
 

@@ -102,10 +102,9 @@ class Partition:
 
     def __post_init__(self) -> None:
         self.modules = Modules(self.layers)
-        self.buffers = Buffers([*self.modules, *self.unregistered], self.foreign_buffers)
-        self._returned = ReturnedTensors(
-            [*self.modules, *self.unregistered], self.buffers, self.foreign_buffers
-        )
+        modules = [*self.modules, *self.unregistered]
+        self.buffers = Buffers(modules, self.foreign_buffers)
+        self._returned = ReturnedTensors(modules, self.buffers)
         self._skips = any(map(is_skippable, self.modules))
         self._late_writes = LateWrites(self.layers, self.index)
 
