@@ -42,6 +42,8 @@ from gpipebal.pipeline.minibatch.routes import Routes
 from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.pipeline.observers.recorder import MiniBatchRecord
 from gpipebal.pipeline.process.caller import CallerState
+from gpipebal.pipeline.process.modes import no_notes_left
+from gpipebal.pipeline.process.process_wide import settings_entered
 from gpipebal.pipeline.randomness.randomness import new_seed
 from gpipebal.pipeline.values.lane import Events
 from gpipebal.pipeline.values.microbatch import Packet
@@ -236,7 +238,8 @@ class MiniBatch:
                 )
 
     def _run_phase(self, kinds: str) -> None:
-        with self.state.process_wide_entered(), self._seed.in_phase():
+        settings = settings_entered(self.state.process_wide)
+        with no_notes_left(), settings, self._seed.in_phase():
             self._run_rows(self.schedule.phase(kinds))
 
     def _run_rows(self, rows: Sequence[Sequence[Action]]) -> None:

@@ -24,8 +24,7 @@ import torch
 from torch.utils._device import DeviceContext
 
 from gpipebal.pipeline.process.engine_state import top_saved_tensors_hooks
-from gpipebal.pipeline.process.modes import no_notes_left
-from gpipebal.pipeline.process.process_wide import Settings, current_settings, settings_entered
+from gpipebal.pipeline.process.process_wide import Settings, current_settings
 
 __all__ = ["CallerState", "warn_caller", "whole_call"]
 
@@ -101,15 +100,6 @@ class CallerState:
         """Return a context for a backward: of these settings it needs only the default device."""
         self._set_autocast_dtypes()
         return nullcontext() if self.device is None else self.device
-
-    @contextmanager
-    def process_wide_entered(self) -> Iterator[None]:
-        """Run a block, in which workers run cells, under the settings that all threads share.
-
-        What torch notes for the process of the workers' modes is taken off afterwards.
-        """
-        with no_notes_left(), settings_entered(self.process_wide):
-            yield
 
     def _set_autocast_dtypes(self) -> None:
         """Let layers that turn autocast on by themselves cast to what the caller would.
