@@ -269,7 +269,6 @@ def make_cells(
     schedule: Schedule,
     seed: MiniBatchSeed,
     *,
-    chunks: int,
     grad: bool,
     input_is_shared: bool,
 ) -> list[list[Cell]]:
@@ -279,10 +278,10 @@ def make_cells(
         partitions: The partitions.
         schedule: Says which cells are recomputed.
         seed: Seed of the mini-batch's random numbers.
-        chunks: Micro-batches.
         grad: Whether a backward can follow.
         input_is_shared: As for `Cell`.
     """
+    chunks = schedule.chunks
     recomputed = {action[::2] for row in schedule.rows for action in row if action.kind == "R"}
     cells = []
     for partition in partitions:

@@ -90,12 +90,11 @@ class MiniBatch:
         self.runtime = runtime
         self.lanes = runtime.lanes
         self.schedule = schedule
-        self.chunks = len(inputs.micro_batches)
         self.rows, self.dims = inputs.rows, inputs.dims
         self.grad = torch.is_grad_enabled()
         self.state = CallerState.capture(tuple({lane.device.type for lane in self.lanes}))
         self.outputs: list[Packet] = []
-        self.losses: list[Tensor | None] = [None] * self.chunks
+        self.losses: list[Tensor | None] = [None] * len(self.rows)
         self.leaves: list[list[Tensor]] = [[] for _ in self.lanes]
         self._loss = loss
         self._record, self._ledger, self._timeout = record, ledger, timeout
@@ -110,11 +109,10 @@ class MiniBatch:
             runtime.partitions,
             schedule,
             self._seed,
-            chunks=self.chunks,
             grad=self.grad,
             # A leaf that goes to every micro-batch is read again after one of them has run, and a
             # partition may pass it on to the next.
-            input_is_shared=None in self.dims and self.chunks > 1,
+            input_is_shared=None in self.dims and len(self.rows) > 1,
         )
         self._ready = starts = [lane.follow_caller() for lane in self.lanes]
         for i, packet in enumerate(inputs.take(starts[0])):
@@ -141,7 +139,7 @@ class MiniBatch:
             self.leaves[partition.index] = partition.modules.leaves()
             if any(cell.checkpointed for cell in cells):
                 self._conditions[partition.index] = partition.modules.condition()
-        self.outputs = [self._routes.take_output(i) for i in range(self.chunks)]
+        self.outputs = [self._routes.take_output(i) for i in range(len(self.rows))]
         for packet in self.outputs:
             self.lanes[-1].give_to_caller(packet.leaves, packet.ready)
 
@@ -215,7 +213,7 @@ class MiniBatch:
             sums.clear()
 
     def _take_input_gradients(self) -> list[list[Tensor | None]]:
-        found = [self._routes.take_input_gradients(i) for i in range(self.chunks)]
+        found = [self._routes.take_input_gradients(i) for i in range(len(self.rows))]
         for leaves, ready in found:
             self.lanes[0].give_to_caller(leaves, ready)
         self.runtime.tied.add_up(self._sums, self.lanes)
