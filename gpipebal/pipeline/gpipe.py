@@ -211,9 +211,8 @@ class GPipe(Container):
             BalanceError: the plan's layers are not the module's, or the module has other runs.
             GpipebalError: as for `GPipe`.
         """
-        planned.check_plan_schedule(plan)
+        planned.check_plan(plan, module)
         planned.check_plan_settings(plan, others, GPipe.from_plan.__kwdefaults__ or {})
-        planned.check_plan_names(plan, list(chain.layers_of(module)))
         deferred = check_flag("deferred_batch_norm", deferred_batch_norm)
         pipe = cls(
             planned.with_runs_of(plan, module, deferred),

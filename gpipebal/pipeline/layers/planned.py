@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,8 +22,7 @@ from gpipebal.schedule import check_schedule
 from gpipebal.units import count
 
 __all__ = [
-    "check_plan_names",
-    "check_plan_schedule",
+    "check_plan",
     "check_plan_settings",
     "is_for_step",
     "plan_warnings",
@@ -32,23 +31,18 @@ __all__ = [
 ]
 
 
-def check_plan_schedule(plan: Plan) -> None:
-    """Make sure that the executor can run a plan's schedule.
+def check_plan(plan: Plan, module: nn.Module) -> None:
+    """Make sure that the executor can run a plan, and that it is for this chain.
 
     Raises:
         KindError: it is not a plan.
-        UnsupportedPlanError: it cannot; the error names the schedules that can be run.
+        UnsupportedPlanError: its schedule cannot be run; the error names those that can.
+        ModelError: `module` is no chain.
+        BalanceError: it is for layers of other names; the error has the first that differs.
     """
     check_kind("plan", plan, Plan)
     check_schedule(plan.schedule)
-
-
-def check_plan_names(plan: Plan, names: Sequence[str]) -> None:
-    """Make sure that a plan is for layers of these names.
-
-    Raises:
-        BalanceError: it is for others; the error names the first that differs.
-    """
+    names = list(layers_of(module))
     difference = first_difference(plan.names, names)
     if difference is not None:
         k, planned, own = difference
@@ -90,7 +84,7 @@ def check_plan_settings(
     check_options(others, known, "GPipe.from_plan")
 
 
-def with_runs_of(plan: Plan, module: nn.Module, deferred: bool = False) -> nn.Module:
+def with_runs_of(plan: Plan, module: nn.Module, deferred: bool) -> nn.Module:
     """Return the chain with the runs of a plan recomputed; the same chain if nothing is to add.
 
     Args:
@@ -150,8 +144,8 @@ def plan_warnings(
     plan: Plan,
     layers: Mapping[str, nn.Module],
     threads_per_partition: int,
-    in_dims: Any = 0,
-    keyword_dims: Mapping[str, Any] | None = None,
+    in_dims: Any,
+    keyword_dims: Mapping[str, Any] | None,
 ) -> Iterator[str]:
     """Say what makes the predictions of a plan doubtful for these layers, threads and rows."""
     planned = [
