@@ -26,7 +26,7 @@ class Tail(NamedTuple):
 
     kind: Hashable
     run: Callable[[Any], Tensor]
-    asks_for_a_graph: bool = False
+    asks_for_a_graph: bool
 
 
 class Pass(NamedTuple):
