@@ -23,7 +23,7 @@ from gpipebal.pipeline.layers.devices import (
 )
 from gpipebal.pipeline.layers.own import warn_of_what_stays_behind
 from gpipebal.pipeline.layers.runs import check_runs
-from gpipebal.pipeline.minibatch.bridge import attach_outputs, give_back, gradients_of_inputs
+from gpipebal.pipeline.minibatch.bridge import attach_outputs, give_back
 from gpipebal.pipeline.minibatch.inputs import (
     Inputs,
     charge_inputs,
@@ -34,6 +34,7 @@ from gpipebal.pipeline.minibatch.loss import MicroBatchLoss, Reduction
 from gpipebal.pipeline.minibatch.minibatch import MiniBatch
 from gpipebal.pipeline.process.caller import warn_caller, whole_call
 from gpipebal.pipeline.process.forks import open_in_child
+from gpipebal.pipeline.values.parting import paired_gradients
 from gpipebal.pipeline.workers.runtime import Runtime, check_shared
 from gpipebal.plan import Plan
 from gpipebal.problem.bounds import partition_of_layers
@@ -340,9 +341,10 @@ class GPipe(Container):
         mini_batch = self._begin(inputs, self.schedule if schedule is None else schedule, loss)
         received = mini_batch.step()
         loss.check(grad=mini_batch.grad)
-        # In one go: what the input and the target were computed from may be one graph.
+        of_inputs = paired_gradients(leaves, received, mini_batch.rows, mini_batch.dims)
         of_target = loss.target.gradients(mini_batch.lanes[-1])
-        give_back([*gradients_of_inputs(mini_batch, leaves, received), *of_target])
+        # In one go: what the input and the target were computed from may be one graph.
+        give_back([*of_inputs, *of_target])
         return loss.total(mini_batch.losses)
 
     def close(self) -> None:

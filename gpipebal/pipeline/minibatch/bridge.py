@@ -40,7 +40,7 @@ from gpipebal.pipeline.values.parting import (
 from gpipebal.pipeline.values.places import find_overlaps, find_shared
 from gpipebal.units import count
 
-__all__ = ["attach_outputs", "give_back", "gradients_of_inputs"]
+__all__ = ["attach_outputs", "give_back"]
 
 
 def attach_outputs(mini_batch: MiniBatch, inputs: Sequence[Any], out_dims: Any) -> Any:
@@ -78,7 +78,10 @@ def attach_outputs(mini_batch: MiniBatch, inputs: Sequence[Any], out_dims: Any) 
     tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor) and leaf.requires_grad]
     # Even if no input needs a gradient the parameters do, so the token must be in the graph.
     anchor = torch.empty(0, requires_grad=True, device="cpu")
-    devices = [_gradient_device(leaf) for leaf in inputs]
+    # Of leaves without a gradient None, to which nothing goes back.
+    devices = [
+        leaf.device if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in inputs
+    ]
     crossing = _Crossing(mini_batch, sizes, dims, anchor, devices, LateGradients(own))
     token = _Launch.apply(crossing, anchor, *tensors)
     wanted = [k for k, flag in enumerate(needs) if flag]
@@ -117,37 +120,10 @@ def _sizes_along(
     return sizes
 
 
-def gradients_of_inputs(
-    mini_batch: MiniBatch, inputs: Sequence[Any], received: Sequence[Sequence[Tensor | None]]
-) -> list[tuple[Tensor, Tensor]]:
-    """Join the gradients of a step's inputs.
-
-    Args:
-        mini_batch: A mini-batch whose step has run.
-        inputs: Leaves of the pipeline's input, as the caller gave them.
-        received: For each micro-batch, the gradient of each leaf; empty: there are none.
-
-    Returns:
-        Leaves with their gradients, each where the leaf is.
-    """
-    if not received:
-        return []
-    gradients = join_gradients(received, mini_batch.rows, mini_batch.dims)
-    return [
-        (leaf, gradient.to(leaf.device))
-        for leaf, gradient in zip(inputs, gradients, strict=False)
-        if gradient is not None
-    ]
-
-
 def give_back(found: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Give gradients to what a step was given, and to the caller's graph before it."""
     if found:
         torch.autograd.backward([leaf for leaf, _ in found], [gradient for _, gradient in found])
-
-
-def _gradient_device(leaf: Any) -> torch.device | None:
-    return leaf.device if isinstance(leaf, Tensor) and leaf.requires_grad else None
 
 
 class _Crossing:

@@ -32,7 +32,7 @@ from gpipebal.pipeline.values.microbatch import (
 from gpipebal.pipeline.values.parting import (
     Dim,
     count_rows,
-    join_gradients,
+    paired_gradients,
     scatter_leaves,
     spread_dims,
 )
@@ -148,17 +148,10 @@ class Target:
     def gradients(self, lane: Lane) -> list[tuple[Tensor, Tensor]]:
         """Return the target's tensors with their gradients; called in the caller's thread."""
         found, self._gradients = self._gradients, {}
-        if not found:
-            return []
-        received = [found[i] for i in range(len(self._rows))]
+        received = [found[i] for i in range(len(self._rows))] if found else []
         for gradients in received:
             lane.give_to_caller(gradients, ())
-        joined = join_gradients(received, self._rows, self._dims)
-        return [
-            (leaf, gradient.to(leaf.device))
-            for leaf, gradient in zip(self._leaves, joined, strict=True)
-            if gradient is not None
-        ]
+        return paired_gradients(self._leaves, received, self._rows, self._dims)
 
 
 def _counting_alone(leaf: Any, dim: Dim) -> Any:

@@ -31,6 +31,7 @@ __all__ = [
     "gather",
     "gather_leaves",
     "join_gradients",
+    "paired_gradients",
     "part_gradients",
     "same_structure",
     "scatter",
@@ -360,6 +361,28 @@ def join_gradients(
             ]
             joined.append(torch.cat(parts, dim=dim))
     return joined
+
+
+def paired_gradients(
+    leaves: Sequence[Any],
+    received: Sequence[Sequence[Tensor | None]],
+    rows: Sequence[int],
+    dims: Sequence[Dim],
+) -> list[tuple[Tensor, Tensor]]:
+    """Join gradients as `join_gradients` does; return leaves that have one, each with its own.
+
+    Args:
+        leaves: Leaves of the mini-batch. A gradient goes to where its leaf is.
+        received: As there; empty: there are no gradients.
+        rows: As there.
+        dims: As there.
+    """
+    gradients = join_gradients(received, rows, dims) if received else [None] * len(leaves)
+    return [
+        (leaf, gradient.to(leaf.device))
+        for leaf, gradient in zip(leaves, gradients, strict=True)
+        if gradient is not None
+    ]
 
 
 def _zeros(like: Tensor, rows: int, dim: int) -> Tensor:
