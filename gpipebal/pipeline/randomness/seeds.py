@@ -117,11 +117,12 @@ class MiniBatchSeed:
 
     def _put_back(self, before: bytes) -> None:
         """Put back the state that a phase began with, if another one that was saved is there."""
-        now, key = torch.default_generator.get_state(), hash(before)
-        if now in self._strays or hash(bytes_of_state(now)) in self._earlier - {key}:
+        now = torch.default_generator.get_state()
+        found = bytes_of_state(now)
+        if found != before and (now in self._strays or hash(found) in self._earlier):
             old = torch.frombuffer(bytearray(before), dtype=torch.uint8)
             torch.default_generator.set_state(old)
-        self._earlier.add(key)
+        self._earlier.add(hash(before))
 
 
 @contextmanager
