@@ -288,7 +288,8 @@ class MiniBatch:
                 )
                 for action in row:
                     activity.wait_for(action)
-                    steps.begin()
+                    if action.kind == "B":
+                        steps.begin()
                     run[action.kind](action)
                     if action.kind == "B" and action is not row[-1]:
                         steps.check()
