@@ -149,7 +149,7 @@ class GPipe(Container):
         self.keyword_dims = chain.check_keyword_dims(
             keyword_dims, next(iter(layers.values()), None)
         )
-        find_skips(list(layers.values()), list(layers))
+        find_skips(layers)
         if check_flag("deferred_batch_norm", deferred_batch_norm):
             defer_layers(layers)
         self.balance = chain.check_balance(balance, len(layers))

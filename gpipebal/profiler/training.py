@@ -88,7 +88,7 @@ class Training:
         sizes = batch.parted(check_count("chunks", chunks))
         return cls(
             layers,
-            find_skips(list(layers.values()), list(layers)),
+            find_skips(layers),
             Data(batch, sizes, Batch.target(target, target_dims), out_dims),
             loss_fn,
             optimizer,

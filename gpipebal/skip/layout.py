@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -37,17 +37,14 @@ class _Ends:
     pops: list[_End] = field(default_factory=list)
 
 
-def find_skips(
-    layers: Sequence[nn.Module], names: Sequence[str] | None = None
-) -> dict[Key, tuple[int, int]]:
+def find_skips(layers: Mapping[str, nn.Module]) -> dict[Key, tuple[int, int]]:
     """Find the layers between which skips travel.
 
     Skippable modules anywhere inside a layer count for that layer, in the order in which
     ``modules()`` gives them.
 
     Args:
-        layers: The layers of the chain.
-        names: Their names, for errors; None: their indices.
+        layers: The layers of the chain, by name.
 
     Returns:
         For each skip the index of the layer that stashes it and of the one that pops it, in the
@@ -56,11 +53,9 @@ def find_skips(
     Raises:
         ModelError: the skips do not pair up, as in `verify_skippables`.
     """
-    if names is None:
-        names = [str(index) for index in range(len(layers))]
     skips: dict[Key, _Ends] = {}
     problems: list[tuple[int, str]] = []
-    for end, module in _skippables(layers, names):
+    for end, module in _skippables(layers):
         both = module.stashes() & module.pops()
         problems += [
             (end.order, f"{end.label} both stashes and pops {describe(key)}")
@@ -118,15 +113,12 @@ several pairs, call layer.isolate(namespace) on both layers of a pair.
             "Fix: verify_skippables(nn.Sequential(...)) with the layers of the model."
         )
     # Not named_children: a layer that occurs twice counts twice.
-    layers = {name: layer for name, layer in module._modules.items() if layer is not None}
-    find_skips(list(layers.values()), list(layers))
+    find_skips({name: layer for name, layer in module._modules.items() if layer is not None})
 
 
-def _skippables(
-    layers: Sequence[nn.Module], names: Sequence[str]
-) -> Iterator[tuple[_End, Skippable]]:
+def _skippables(layers: Mapping[str, nn.Module]) -> Iterator[tuple[_End, Skippable]]:
     order = 0
-    for index, (name, layer) in enumerate(zip(names, layers, strict=True)):
+    for index, (name, layer) in enumerate(layers.items()):
         for path, module in layer.named_modules():
             if isinstance(module, Skippable):
                 label = f"layer {name!r}" + (f" (its {path!r})" if path else "")

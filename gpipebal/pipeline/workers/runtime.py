@@ -135,7 +135,7 @@ def _partitions(
     of_layer = partition_of_layers(balance)
     routes = [
         Route(key, of_layer[source], of_layer[destination])
-        for key, (source, destination) in find_skips(chain, names).items()
+        for key, (source, destination) in find_skips(layers).items()
     ]
     users: dict[int, set[int]] = {}
     for layer, j in zip(chain, of_layer, strict=True):
