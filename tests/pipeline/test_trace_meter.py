@@ -285,7 +285,7 @@ def test_copies_between_devices_are_recorded() -> None:
     assert spans[0][0] <= spans[0][1]
     lane.receive([received[0]], (), spans)
     assert len(spans) == 1
-    record = MiniBatchRecord(2)
+    record = MiniBatchRecord(2, {})
     record.add(1, "F", 0, 1.0, 3.0)
     record.add(1, "C", 1, 2.0, 2.5)
     assert [str(event) for event in record.timeline().events] == ["1F0", "1C1"]

@@ -24,9 +24,9 @@ class MiniBatchRecord:
         provenance: What ran, for the timeline's provenance; JSON values.
     """
 
-    def __init__(self, n_partitions: int, provenance: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, n_partitions: int, provenance: Mapping[str, Any]) -> None:
         self._n_partitions = n_partitions
-        self._provenance = dict(provenance or {})
+        self._provenance = provenance
         self._actions: list[tuple[int, str, int, Any, Any]] = []
         self._adding = threading.Lock()
         self._timeline: Timeline | None = None

@@ -28,7 +28,6 @@ __all__ = [
     "Lane",
     "Span",
     "current_events",
-    "make_lane",
     "record_stream",
 ]
 
@@ -290,8 +289,3 @@ def current_events(leaves: Sequence[Any]) -> list[torch.cuda.Event]:
     """Mark this thread's work on the devices of these tensors, on its current stream of each."""
     devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda}
     return [torch.cuda.current_stream(device).record_event() for device in devices]
-
-
-def make_lane(device: torch.device, stream: torch.cuda.Stream | None = None) -> Lane:
-    """Make the lane of a partition on `device`; on CUDA it computes on `stream`, if given."""
-    return CudaLane(device, stream) if device.type == "cuda" else Lane(device)

@@ -21,7 +21,7 @@ from gpipebal.pipeline.layers.collectives import find_talkers
 from gpipebal.pipeline.layers.modules import are_same
 from gpipebal.pipeline.layers.recomputed import Recomputed
 from gpipebal.pipeline.randomness.random_ops import prepare
-from gpipebal.pipeline.values.lane import make_lane
+from gpipebal.pipeline.values.lane import CudaLane, Lane
 from gpipebal.pipeline.workers.partition import Partition, Route
 from gpipebal.pipeline.workers.tied import TiedParameters
 from gpipebal.pipeline.workers.worker import WorkerPool
@@ -71,7 +71,8 @@ class Runtime:
             if isinstance(module, Skippable)
         ]
         self.lanes = [
-            make_lane(device, stream) for device, stream in zip(devices, streams, strict=True)
+            CudaLane(device, stream) if device.type == "cuda" else Lane(device)
+            for device, stream in zip(devices, streams, strict=True)
         ]
         self._namespaces = self._find_namespaces()
         self._parameter_ids = self._find_parameter_ids()
