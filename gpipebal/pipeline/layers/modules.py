@@ -165,16 +165,12 @@ class Modules:
             >>> [tuple(leaf.shape) for leaf in Modules([layer]).leaves()]
             [(2, 2), (2,)]
         """
-        return [*self.parameters(), *self._trained_buffers()]
+        buffers = chain.from_iterable(self._buffer_views)
+        return [*self.parameters(), *(b for b in buffers if b is not None and b.requires_grad)]
 
     def are_as_made(self) -> bool:
         """Tell whether all modules inside the layers are the ones that were there at first."""
         return are_same(self._nested(), self._children)
-
-    def leaf_ids(self) -> list[int]:
-        """Name the parameter in each place that can have one, and buffers that take gradients."""
-        ids = list(map(id, chain.from_iterable(self._parameter_views)))
-        return ids + list(map(id, self._trained_buffers()))
 
     def condition(self) -> Hashable:
         """Name the state that a recompute needs unchanged.
@@ -215,10 +211,6 @@ class Modules:
             for name, parameter in module._parameters.items()
             if parameter is not None and id(parameter) in changed
         ]
-
-    def _trained_buffers(self) -> list[Tensor]:
-        found = chain.from_iterable(self._buffer_views)
-        return [one for one in found if one is not None and one.requires_grad]
 
     def _nested(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(self._child_views))

@@ -69,10 +69,6 @@ class Stop:
         self.is_set = False
         self.is_exit = False
 
-    def set_at_exit(self) -> None:
-        """Stop it because the interpreter ends."""
-        self.is_exit = self.is_set = True
-
     def check(self) -> None:
         """Raise InboxClosedError if the mini-batch has been stopped."""
         if self.is_set:

@@ -99,7 +99,7 @@ class Runtime:
         )
 
     def has_other_parameters(self) -> bool:
-        """Tell whether another parameter is in a place than when the tied ones were found.
+        """Tell whether a partition has other parameters than when the tied ones were found.
 
         A buffer counts as one while it requires a gradient.
         """
@@ -116,7 +116,7 @@ class Runtime:
         return [module._skip_namespaces for module in self._skippables]
 
     def _find_parameter_ids(self) -> list[list[int]]:
-        return [partition.modules.leaf_ids() for partition in self.partitions]
+        return [list(map(id, partition.modules.leaves())) for partition in self.partitions]
 
     def follow_workers(self) -> None:
         """Let what the caller does next come after all that a failed phase has launched.

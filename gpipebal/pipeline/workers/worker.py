@@ -266,7 +266,7 @@ class WorkerPool:
         if self.process == os.getpid() and self._end.detach() is not None:
             self._is_exit = True
             for stop in self._stops.copy():
-                stop.set_at_exit()
+                stop.is_exit = stop.is_set = True
             for queue in self._queues:
                 queue.put(None)
 
