@@ -56,7 +56,7 @@ def partition_network(
 
     Returns:
         The network; a step's name is the run that it recomputes, or None. Its peaks do not include
-        what waits for busy neighbours.
+        what may wait for busy neighbours.
 
     Complexity:
         O(n^2 s) for n layers and s sets of shared storages that can be held at one place.

@@ -41,7 +41,7 @@ def recompute_layers(
     left as it is if it fits, and otherwise gets runs instead. Less time in one partition makes no
     makespan longer, so no other choice for the same plan has a smaller makespan.
 
-    Two parts of the memory are known only for a whole choice: what waits for busy neighbours, and,
+    Two parts of the memory are known only for a whole choice: what may wait for busy neighbours, and,
     where partitions share one memory, values without a gradient that are held because an earlier
     partition saves them. Bounds leave out both. Where they decide, the limit is tightened by them,
     then other runs are tried in all partitions together, and the status is ``'feasible'``.
@@ -116,8 +116,8 @@ def _infeasible(posed: Posed, plan: Plan, j: int, *, all_tried: bool) -> Infeasi
         fix = _larger_limits(posed, plan, enough)
     which, least = "whichever of its layers are recomputed", "at least"
     if not all_tried:
-        # Without what waits for busy neighbours some runs fit, and there are many.
-        which = "with any of the runs that were tried, for what waits for busy neighbours"
+        # Without what may wait for busy neighbours some runs fit, and there are many.
+        which = "with any of the runs that were tried, for what may wait for busy neighbours"
         least = "with the runs that need least by themselves"
     return InfeasibleError(
         f"partition {j} does not fit its device, {which}: it may "

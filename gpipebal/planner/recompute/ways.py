@@ -1,6 +1,6 @@
 """Ways to recompute layers of several partitions, the cheapest first, where timing decides.
 
-What waits for busy neighbours is known only for a whole choice. It may be less with runs that need
+What may wait for busy neighbours is known only for a whole choice. It may be less with runs that need
 more by themselves: because they take longer, or because a neighbouring partition recomputes too. So
 where the runs that need least do not fit, others are tried together, in the order of their time.
 """

@@ -8,8 +8,9 @@ micro-batches hold, and the most that the one at work needs.
 Most of what waits for other partitions is known for a run by itself. Some is not: over how many
 partitions a skip connection goes depends on the cuts between, and what earlier partitions in the
 same memory hold depends on their modes; and an output that waits may be in the graph of its
-micro-batch anyway. So peaks are bounded from below or from above. The bounds differ where a skip
-connection may go past a partition, in a shared memory, and where a forward is the highest moment.
+micro-batch anyway. So peaks are bounded from below or from above, whatever the other partitions
+are. The bounds differ where a skip connection may go past a partition, where partitions share a
+memory, and sometimes where a forward is the highest moment; elsewhere they are the peak.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class RunMemory:
         >>> profile = Profile.from_costs([1.0, 1.0], saved_bytes=[100, 10], output_bytes=[8, 2])
         >>> runs = RunMemory(profile, chunks=4, loss_inside=True, shared_memory=False)
         >>> runs.rows(0, 0, "never").tolist(), runs.rows(0, 0, "except_last").tolist()
-        ([408, 456], [108, 120])
+        ([416, 456], [116, 120])
     """
 
     def __init__(
@@ -193,7 +194,8 @@ class RunMemory:
     def _moments(self, mode: CheckpointMode, label: int) -> list[RowMoment]:
         """Return the moments of the rows with a label that can be the highest."""
         n_partitions, partition, ahead = self._n_partitions, label, None
-        if self._schedule == "gpipe":
+        in_phases = self._schedule == "gpipe"
+        if in_phases:
             n_partitions = 1
         elif self._schedule == "1f1b":
             n_partitions, partition, ahead = label + 1, 0, label + 1
@@ -202,6 +204,7 @@ class RunMemory:
             partition,
             loss_inside=self._chain.loss is not None,
             most=self._most,
+            in_phases=in_phases,
             ahead=ahead,
             hops=max(1, self._n_partitions - 1),
             held=self._chain.shared_memory,

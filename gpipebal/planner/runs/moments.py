@@ -54,6 +54,7 @@ def moments_of(
     *,
     loss_inside: bool,
     most: bool = True,
+    in_phases: bool = False,
     ahead: int | None = None,
     hops: int = 1,
     held: bool = False,
@@ -67,8 +68,9 @@ def moments_of(
         loss_inside: Whether the last partition computes the loss.
         most: Whether to count the most that may wait for others. If not, only that counts which may
             wait whatever the other partitions are like.
+        in_phases: Whether all partitions run all of their forwards first, as under GPipe.
         ahead: How many forwards the partition before runs before it alternates between one forward
-            and one backward; None: it runs all of them first.
+            and one backward, as under 1F1B; None: it is not known.
         hops: How many partitions further on, or back, a skip connection goes at most.
         held: Whether what is returned may be held until the end of the backward that takes it.
         gradients_exist: Whether the parameters have gradients before the step.
@@ -79,9 +81,10 @@ def moments_of(
 
     Example:
         >>> from gpipebal.schedule import order_of
-        >>> moments = moments_of(order_of("gpipe", 1, 4, "except_last"), 0, loss_inside=True)
+        >>> order = order_of("gpipe", 1, 4, "except_last")
+        >>> moments = moments_of(order, 0, loss_inside=True, in_phases=True)
         >>> [(m.kind, m.n_graphs, m.n_inputs) for m in moments]
-        [('F', 0, 3), ('F', 0, 2), ('R', 0, 2), ('B', 0, 3), ('B', 0, 2), ('O', 0, 0)]
+        [('F', 0, 3), ('F', 0, 2), ('R', 0, 1), ('R', 0, 2), ('B', 0, 3), ('B', 0, 2), ('O', 0, 0)]
     """
     row = slice(*order.offsets[partition : partition + 2].tolist())
     kinds, micro_batches = order.kinds[row].astype(np.int64), order.micro_batches[row]
@@ -96,19 +99,21 @@ def moments_of(
         _before(forward & which) - _before(backward & which) - (~forward & which)
         for which in (~recomputed, recomputed)
     )
+    # When a gradient comes, all later partitions have taken that micro-batch.
+    n_back = backwards + backward
+    n_made = n_far = np.maximum(0, forwards - n_back)
     n_popped = n_returned = backwards
-    if ahead is None:
+    if in_phases:
         # Without a loss between the phases, outputs may wait until the first backward.
         early = (kinds == R) & (backwards == 0) & loss_inside
         n_made = n_far = np.where(forward | early, forwards, 0)
-    else:
-        # When a gradient comes, all later partitions have taken that micro-batch, and the next one
-        # some more; and when a forward comes, the partition before has taken gradients of earlier
-        # ones.
-        n_back = backwards + backward
-        n_far = np.maximum(0, forwards - n_back)
+    elif ahead is not None:
+        # Then the next partition has taken some more; and when a forward comes, the partition
+        # before has taken the gradients of earlier ones.
         n_made = np.where(n_back > 0, np.maximum(0, n_far - max(0, ahead - 2)), n_far)
         n_returned = backwards - np.maximum(0, forwards + forward - 1 - ahead)
+    elif not most:
+        n_made = n_returned = np.zeros_like(forwards)
     # One fewer waits while another one is made; and each partition on the way has as many.
     n_given = np.minimum(n_made, MOST_WAITING - forward)
     n_returned = np.minimum(n_returned, MOST_WAITING + (held and most) - backward)
