@@ -41,10 +41,10 @@ def recompute_layers(
     left as it is if it fits, and otherwise gets runs instead. Less time in one partition makes no
     makespan longer, so no other choice for the same plan has a smaller makespan.
 
-    Two parts of the memory are known only for a whole choice: what may wait for busy neighbours, and,
-    where partitions share one memory, values without a gradient that are held because an earlier
-    partition saves them. Bounds leave out both. Where they decide, the limit is tightened by them,
-    then other runs are tried in all partitions together, and the status is ``'feasible'``.
+    Two parts of the memory are known only for a whole choice: what may wait for busy neighbours,
+    and, where partitions share one memory, values without a gradient that are held because an
+    earlier partition saves them. Bounds leave out both. Where they decide, the limit is tightened
+    by them, then other runs are tried in all partitions together, and the status is ``'feasible'``.
 
     Layers that stash or pop skip connections are in no run. Nor does any run have a layer whose
     output lies in the memory of the run's input (except for a part of the output that has no
