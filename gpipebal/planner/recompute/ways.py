@@ -1,7 +1,8 @@
 """Ways to recompute layers of several partitions, the cheapest first, where what waits decides.
 
 What may wait for busy neighbours is known only for a whole choice. It may be less with runs that
-need more by themselves, for example because a neighbouring partition recomputes too. So where the runs that need least do not fit, others are tried together, in the order of their time.
+need more by themselves, for example because a neighbouring partition recomputes too. So where the
+runs that need least do not fit, others are tried together, in the order of their time.
 """
 
 from __future__ import annotations
