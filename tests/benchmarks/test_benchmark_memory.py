@@ -140,7 +140,7 @@ def test_several_partitions_need_what_they_need_if_nothing_waits() -> None:
 
 def test_clock_decides_between_two_bounds() -> None:
     """A count just inside the leeway of a bound lies between them, and beyond it does not."""
-    row = {"least": [1000] * 4, "most": [2000] * 4, "counted": [985, 970, 2035, 2050]}
+    row = {"least": [1000] * 4, "estimated": [2000] * 4, "counted": [985, 970, 2035, 2050]}
     assert tables.decided_by_clock(row) == [True, False, True, False]
 
 
