@@ -121,7 +121,7 @@ def predict(
     Returns:
         ``predicted``, the parts with what waits in the timing of the counted step; ``taken``, the
         totals if what neighbours take while an action runs were gone at its start; ``planned``,
-        those of a plan, in which everything waits as long as the order of the actions lets it.
+        those of a plan, in which everything waits as long as order and `GPipe` let it.
     """
     schedule, inside = "1f1b" if way == "step 1f1b" else "gpipe", way != "loss(pipe(x))"
     plan = evaluate(profile, balance, checkpoint=checkpoint, schedule=schedule, loss_inside=inside)

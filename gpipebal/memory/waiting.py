@@ -48,7 +48,7 @@ class Stream:
             it waits until the start of a forward or a backward; but always until the end of a
             recompute.
         most: How many of them wait at most before the maker begins another action of `kind`, where
-            `GPipe` runs it; None: any number.
+            `GPipe` runs it; None: as many as the order of the actions lets.
     """
 
     kind: Kind
@@ -270,9 +270,10 @@ def _most(stream: Stream, j: int) -> int | None:
     """Bound how much of a stream of partition j waits when it begins to make more of it.
 
     From one partition to the next one, and so on to the taker, nobody is further ahead. One that
-    waits for the end of an action ends before the next one is taken.
+    waits for the end of an action ends before the next one is taken. What waits for another kind of
+    action than the one that makes it, in one memory, is bounded by the order of the actions alone.
     """
-    if stream.taken_by != stream.kind or stream.kind == "R":
+    if stream.taken_by != stream.kind:
         return None
     return MOST_WAITING * abs(stream.taker - j) + stream.at_end
 

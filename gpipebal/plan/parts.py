@@ -25,8 +25,8 @@ class PeakMemory:
         transient: What one action needs temporarily in addition to what is kept.
         outputs: On the last partition, the outputs, the target, the loss and their gradients, as
             far as they exist at that moment.
-        waiting: What it has made and a busy neighbour has not taken yet, at most: it depends on
-            timing how much that is.
+        waiting: What it has made and a busy neighbour has not taken yet: the most that there may
+            be, in any timing; if predicted from a timeline, what waits in that.
     """
 
     parameters: int = 0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
-from itertools import pairwise
+from math import inf
 from typing import Any
 
+import numpy as np
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plan_oracle import MODES, profiles
@@ -18,9 +21,9 @@ from gpipebal.memory.waiting import Waiting
 from gpipebal.planner.execution import Execution
 from gpipebal.planner.times import order_for, step_timeline
 from gpipebal.profile import SkipProfile
-from gpipebal.schedule import SCHEDULES, order_of
+from gpipebal.schedule import MOST_WAITING, SCHEDULES, Action, Order, order_of
 from gpipebal.schedule.actions import B, F
-from gpipebal.simulator import Durations, place
+from gpipebal.timeline import EventTable, Timeline
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
@@ -72,48 +75,89 @@ def test_who_is_fast_enough_takes_everything_at_once_by_the_clock() -> None:
         assert most == [0] + [100] * 7
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=SLOW)
+def with_room(order: Order, seconds: dict[Action, float], *, pause: bool) -> Timeline:
+    """Place actions as `GPipe` runs them, each as late after what it needs as its seconds say.
+
+    A partition begins to make an output, or a gradient, when the neighbour has begun all but two of
+    those before it.
+    """
+    rows = [list(row) for row in order.schedule().rows]
+    made = {kind: [[a for a in row if a.kind == kind] for row in rows] for kind in "FB"}
+    spans: dict[Action, tuple[float, float]] = {}
+    clocks, turn = [0.0] * len(rows), 0.0
+    waits_for_all = pause
+    while any(rows):
+        before = len(spans)
+        for j, row in enumerate(rows):
+            while row and not (waits_for_all and row[0].kind != "F"):
+                action = row[0]
+                kind, step = action.kind, -1 if action.kind == "B" else 1
+                needs = [clocks[j], 0.0 if kind == "F" else turn]
+                if kind != "R" and 0 <= j - step < len(rows):
+                    needs.append(spans.get(action._replace(partition=j - step), (inf, inf))[1])
+                if kind != "R" and 0 <= j + step < len(rows):
+                    place = made[kind][j].index(action) - MOST_WAITING
+                    if place >= 0:
+                        taken = made[kind][j][place]._replace(partition=j + step)
+                        needs.append(spans.get(taken, (inf, inf))[0])
+                if max(needs) == inf:
+                    break
+                # A little later, so that what is taken at that moment does not count as waiting.
+                begin = max(needs) + 0.001
+                clocks[j] = begin + seconds[action]
+                spans[row.pop(0)] = begin, clocks[j]
+        if waits_for_all and all(not row or row[0].kind != "F" for row in rows):
+            waits_for_all, turn = False, max(clocks)
+        elif len(spans) == before:
+            raise AssertionError("they wait in a circle")
+    starts, ends = zip(*(spans[a] for row in order.schedule().rows for a in row), strict=True)
+    columns = (order.partitions, order.kinds, order.micro_batches)
+    table = EventTable(*columns, np.array(starts), np.array(ends))
+    return Timeline(table, order.n_partitions, "simulated")
+
+
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=SLOW)
 @given(
     profiles(largest=6),
     st.integers(1, 8),
     st.sampled_from(sorted(SCHEDULES)),
-    st.sampled_from(MODES),
+    st.lists(st.sampled_from(MODES), min_size=6, max_size=6),
     st.booleans(),
     st.booleans(),
-    st.data(),
+    st.booleans(),
+    st.randoms(use_true_random=False),
 )
 def test_no_timing_makes_a_partition_hold_more_than_planned(
     profile: gb.Profile,
     chunks: int,
     schedule: str,
-    mode: Any,
+    modes: list[Any],
     inside: bool,
     shared: bool,
-    data: st.DataObject,
+    exist: bool,
+    rng: random.Random,
 ) -> None:
-    """However fast and slow the partitions are, whatever they hand on and keep."""
-    n = data.draw(st.integers(1, profile.n_layers))
-    cuts = data.draw(
-        st.sets(st.integers(1, max(1, profile.n_layers - 1)), min_size=n - 1, max_size=n - 1)
-        if n > 1
-        else st.just(set[int]())
-    )
-    bounds = (0, *sorted(cuts), profile.n_layers)
-    seconds = st.lists(st.sampled_from([0.1, 1.0, 1.3, 8.0]), min_size=n, max_size=n)
-    times = Durations(*(tuple(data.draw(seconds)) for _ in range(3)))
+    """However long each single action takes, whatever the partitions hand on and keep."""
+    n = rng.randint(1, profile.n_layers)
+    bounds = (0, *sorted(rng.sample(range(1, profile.n_layers), n - 1)), profile.n_layers)
     inside = inside or schedule == "1f1b"
-    order = order_for(schedule, n, chunks, mode)
-    clock = place(order, times, pause=None if inside else 0.0)
+    order = order_of(schedule, n, chunks, tuple(modes[:n]))
+    actions = [action for row in order.schedule().rows for action in row]
+    seconds = {action: rng.choice([0.01, 1.0, 1.3, 8.0]) for action in actions}
     options: Any = {
         "chunks": chunks,
-        "checkpoint": mode,
+        "checkpoint": tuple(modes[:n]),
         "schedule": schedule,
         "loss_inside": inside,
         "shared_memory": shared,
+        "gradients_exist": exist,
     }
-    held = partition_memory(profile, bounds, timeline=clock, **options)
     planned = partition_memory(profile, bounds, **options)
-    assert len(list(pairwise(bounds))) == len(held)
+    with pytest.MonkeyPatch.context() as patch:
+        # By the clock alone.
+        patch.setattr("gpipebal.memory.waiting._most", lambda stream, j: None)
+        clock = with_room(order, seconds, pause=not inside)
+        held = partition_memory(profile, bounds, timeline=clock, **options)
     for one, most in zip(held, planned, strict=True):
         assert one.total <= most.total
 

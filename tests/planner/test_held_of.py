@@ -70,7 +70,7 @@ def both(
 ) -> tuple[list[int], list[int]]:
     """Return the peaks in the timeline of a plan, and those over time in the same timeline.
 
-    Those of the plan itself have a margin: they are no less.
+    Those of the plan itself count the most that may wait: they are no less.
     """
     balance = [end - start for start, end in pairwise(bounds)]
     plan = evaluate(profile, balance, **options)

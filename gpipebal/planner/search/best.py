@@ -37,7 +37,7 @@ _MOST_UNTIL_ONE_FITS = 100
 _FEW_PLACES = 400
 #: Up to so many ways to cut and run a chain all of them are tried under limits ...
 MOST_WAYS = 500
-#: ... and for the least peak, for which each is simulated.
+#: ... and for the least peak, for which all peaks of each are worked out.
 _MOST_PEAK_WAYS = 100
 
 _BY_PEAK = "Found by the least peak memory, because what may wait decides what fits."
