@@ -116,10 +116,11 @@ def moments_of(
         n_made = n_returned = np.zeros_like(forwards)
     # One fewer waits while another one is made; and each partition on the way has as many.
     n_given = np.minimum(n_made, MOST_WAITING - forward)
-    n_returned = np.minimum(n_returned, MOST_WAITING + (held and most) - backward)
+    n_late = int(held and most)
+    n_returned = np.minimum(n_returned, MOST_WAITING + n_late - backward)
     if most:
         n_stashed = np.minimum(n_far, hops * MOST_WAITING - forward)
-        n_popped = np.minimum(n_popped, hops * MOST_WAITING + held - backward)
+        n_popped = np.minimum(n_popped, hops * MOST_WAITING + n_late - backward)
     else:
         n_stashed, n_popped = n_given, n_returned
     n_passed = most * (n_graphs + backward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cache, cached_property, partial, reduce
 from typing import TYPE_CHECKING, Any
@@ -102,14 +103,16 @@ class RunPeaks:
             own = {s for s in storages if s not in seen and chain.saved_at.get(s, [end])[0] >= end}
             return profile.bytes_of(own)
 
+        stashed_by: dict[int, list[int]] = defaultdict(list)
+        for number, skip in enumerate(profile.skips):
+            stashed_by[skip.source].append(number)
         outputs, skips = [], [0] * len(profile.skips)
         for k, layer in enumerate(profile.layers):
             outputs.append(new(layer.outputs, k + 1))
-            for number, skip in enumerate(profile.skips):
-                if skip.source == k:
-                    skips[number] = new(set(skip.storages) - set(layer.outputs), skip.destination)
-            seen |= set(layer.outputs)
-            seen = seen.union(*(skip.storages for skip in profile.skips if skip.source == k))
+            own = [(number, profile.skips[number]) for number in stashed_by.get(k, ())]
+            for number, skip in own:
+                skips[number] = new(set(skip.storages) - set(layer.outputs), skip.destination)
+            seen.update(layer.outputs, *(skip.storages for _, skip in own))
         return self._handed_on(outputs, skips)
 
     def _fixed_bytes(self) -> Table:
@@ -185,6 +188,15 @@ class RunPeaks:
             # In one memory, graphs of earlier partitions may need the tensors themselves.
             value, skips = self._in_others
             returned, popped = returned + value, popped + skips
+        tables_of_waiting = {
+            "n_given": given,
+            "n_stashed": stashed,
+            "n_returned": returned,
+            "n_popped": popped,
+            "n_passed": self._passed,
+        }
+        # Most chains have no skips, and most partitions a memory of their own.
+        waiting = {name: table for name, table in tables_of_waiting.items() if table.any()}
         chain = self._chain
         graphs = np.where(self._idle, 0, self._graphs - self._handed)
         tables = self._tables
@@ -195,11 +207,11 @@ class RunPeaks:
         for moment in moments:
             recomputed, exist = moment.recomputed, moment.gradients_exist
             total = moment.n_graphs * graphs + moment.n_inputs * inputs
-            total += moment.n_passed * self._passed
+            for name, table in waiting.items():
+                if number := getattr(moment, name):
+                    total += number * table
             if moment.kind != "L":
                 total += self._own(moment.kind, recomputed, exist)
-                total += moment.n_given * given + moment.n_stashed * stashed
-                total += moment.n_returned * returned + moment.n_popped * popped
                 total[:, -1] += outputs(moment)
             else:
                 total[:, :-1] = self._none
