@@ -10,13 +10,14 @@ from torch import nn
 from gpipebal.pipeline.layers.flat import can_be_opened, flatten
 from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profiler.replicas.compiled import runs_as_written
-from gpipebal.profiler.replicas.foreign import has_foreign
+from gpipebal.profiler.replicas.foreign import has_foreign, moves_foreign
 from gpipebal.profiler.replicas.harmless import reached_past, uses_compiled, weights_reached
 from gpipebal.profiler.survey import Survey
 
 __all__ = [
     "doubts_about",
     "doubts_about_loss",
+    "doubts_about_movers",
     "doubts_about_parameters",
     "doubts_about_peaks",
 ]
@@ -74,6 +75,22 @@ def doubts_about_parameters(names: Sequence[str], layers: Sequence[nn.Module]) -
             f"{_listed(found)}: uses parameters that it does not register; their memory is not "
             "counted"
         )
+
+
+def doubts_about_movers(names: Sequence[str]) -> list[str]:
+    """Return a flag if layers, or the loss, cannot run in two threads at once.
+
+    Args:
+        names: Names of the layers.
+    """
+    found = [name for name in names if moves_foreign(name)]
+    if not found and not moves_foreign("loss"):  # the name of its chain
+        return []
+    who = _listed(found) if found else "the loss"
+    return [
+        f"{who}: gives a tensor new memory that copies of the layer share; measured in one thread, "
+        "so what neighbours do to each other is not measured"
+    ]
 
 
 def doubts_about_peaks(names: Sequence[str], known: Survey) -> Iterator[str]:

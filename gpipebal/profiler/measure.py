@@ -306,7 +306,7 @@ def _measure(training: Training, conduct: _Conduct, state: CallerState) -> Profi
     study = Study(training, where, all_sizes=conduct.rows is not None, alone=alone)
     sizes = training.data.sizes
     others = choose_rows(conduct.rows, sizes[0], sum(sizes))
-    parts = len(training.layers) if alone else 1
+    parts, side_by_side = len(training.layers) if alone else 1, conduct.side_by_side
     total = parts if alone else MOST_ROUNDS * conduct.side_by_side
     with threads_set(n_threads), progress_bar("profiling", total, conduct.progress) as told:
         pace = Pace(
@@ -324,12 +324,12 @@ def _measure(training: Training, conduct: _Conduct, state: CallerState) -> Profi
                 raise
         else:
             study.survey_sizes(others)
-            study.measure(conduct.side_by_side, n_threads, pace, state)
+            side_by_side = study.measure(side_by_side, n_threads, pace, state)
     profile = study.profile(
         {
             "method": "measure",
             **describe_machine(where, conduct.n_threads, training.modules),
-            "side_by_side": conduct.side_by_side,
+            "side_by_side": side_by_side,
             "partitions": conduct.n_partitions,
             "one_at_a_time": alone,
             "share_identical": conduct.share,

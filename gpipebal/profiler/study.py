@@ -28,6 +28,7 @@ from gpipebal.profiler.describe import (
 from gpipebal.profiler.doubts import (
     doubts_about,
     doubts_about_loss,
+    doubts_about_movers,
     doubts_about_parameters,
     doubts_about_peaks,
 )
@@ -135,8 +136,15 @@ class Study:
         n_threads: int | None,
         pace: Pace,
         state: CallerState,
-    ) -> None:
-        """Measure the times of all sizes; see `run_side_by_side`."""
+    ) -> int:
+        """Measure the times of all sizes, see `run_side_by_side`; return how many threads it took.
+
+        Where a layer gives a tensor new memory that its copies share, all run in one thread: in a
+        pipeline, too, a layer is never in two workers at once.
+        """
+        if movers := doubts_about_movers(self._names):
+            self._notes += movers
+            side_by_side = 1
         subjects = []
         for k in range(side_by_side):
             replicas = self._replicas if not k else self._replicate()
@@ -157,6 +165,7 @@ class Study:
                 size.times = times
         kept = zip(self._sizes, results, strict=True)
         self._sizes = [size for size, times in kept if times is not None]
+        return side_by_side
 
     def measure_alone(self, others: Sequence[int], pace: Pace, *, share: bool) -> None:
         """Examine and measure with one layer on the device at a time; see `walk_alone`."""

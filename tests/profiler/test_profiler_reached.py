@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import threading
+import time
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -235,6 +238,67 @@ def test_a_sparse_buffer_behind_a_function_keeps_its_elements(write: Any) -> Non
     model = nn.Sequential(calling(inner), nn.Linear(4, 2))
     gb.profile_model(model, torch.randn(8, 4), chunks=2, timeout=0, as_pipeline=False)
     assert torch.equal(inner.table.to_dense(), torch.eye(3))
+
+
+def _sparse(table: Tensor) -> None:
+    table.mul_(torch.eye(4).to_sparse())
+
+
+def _resized(table: Tensor) -> None:
+    table.resize_(4, 4 + len(table))
+
+
+def _set(table: Tensor) -> None:
+    table.set_(torch.ones(4, 4))  # type: ignore[call-overload]
+
+
+def _counted(table: Tensor) -> None:
+    table.add_(1)
+
+
+@pytest.mark.parametrize("write", [_sparse, _resized, _set, _counted])
+@pytest.mark.parametrize("in_loss", [False, True])
+def test_no_two_threads_give_a_tensor_new_memory(
+    write: Callable[[Tensor], None], in_loss: bool
+) -> None:
+    """One would read what the other has freed: such a layer, or loss, is measured in one thread."""
+    inside, at_once = 0, 0
+    lock = threading.Lock()
+
+    class Writes(Adds):
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal inside, at_once
+            with lock:
+                inside += 1
+                at_once = max(at_once, inside)
+            time.sleep(0.002)  # so that two threads would meet
+            with lock:
+                write(self.table)
+                inside -= 1
+            return x * 1
+
+    def loss(output: Tensor) -> Tensor:
+        return (inner(output) if in_loss else output).sum()
+
+    inner = Writes(torch.eye(4).to_sparse() if write is _sparse else torch.eye(4))
+    model = nn.Sequential(nn.ReLU() if in_loss else calling(inner), nn.Linear(4, 2))
+    taken = gb.profile_model(
+        model,
+        torch.randn(8, 4),
+        chunks=2,
+        partitions=2,
+        loss_fn=loss,
+        timeout=0,
+        as_pipeline=False,
+    )
+    flags = [flag for flag in taken.provenance["flags"] if "measured in one thread" in flag]
+    if write is _counted:
+        assert not flags
+    else:
+        assert at_once == taken.provenance["side_by_side"] == 1
+        assert [flag.partition(":")[0] for flag in flags] == [
+            "the loss" if in_loss else "layer '0'"
+        ]
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")

@@ -23,7 +23,7 @@ from gpipebal.pipeline.process.eager import EagerDispatchMode
 from gpipebal.pipeline.values.tensors import has_storage, plain_parts, storage_key
 from gpipebal.profiler.chain.gradients import nodes_behind
 
-__all__ = ["Kept", "Watch", "foreign_kept", "has_foreign"]
+__all__ = ["Kept", "Watch", "foreign_kept", "has_foreign", "moves_foreign"]
 
 #: Arguments that normalisation writes to, though its operations do not declare it.
 _STATISTICS = frozenset({"running_mean", "running_var"})
@@ -34,10 +34,12 @@ class Kept:
 
     Attributes:
         used: By name of a layer, the leaves of others that it uses.
+        movers: Names of layers that give a tensor of others new memory, see `moves_foreign`.
     """
 
     def __init__(self, behind: ExitStack) -> None:
         self.used: dict[str, dict[int, Tensor]] = {}
+        self.movers: set[str] = set()
         self._behind = behind
         # They are kept alive, so that nothing else gets their identity.
         self._known: dict[tuple[str, int], Any] = {}
@@ -116,6 +118,19 @@ def has_foreign(name: str, layer: nn.Module) -> bool:
     return bool(used - set(map(id, layer.parameters())))
 
 
+def moves_foreign(name: str) -> bool:
+    """Tell whether a layer has given a tensor new memory, in this profile, that is not its own.
+
+    A sparse tensor that is written to gets new elements; another may be resized. Whoever reads the
+    tensor at the same time may read memory that is free by then.
+
+    Args:
+        name: Its name.
+    """
+    kept = _kept.get()
+    return kept is not None and name in kept.movers
+
+
 class Watch(EagerDispatchMode):
     """Keeps leaves that operations take, and what they write to, unless the layer has or makes it.
 
@@ -146,11 +161,16 @@ class Watch(EagerDispatchMode):
         kwargs = kwargs or {}
         given = _tensors_in((args, kwargs))
         self.take(given)
+        before: list[tuple[Tensor, Any]] = []
         for tensor in _written_by(func, args, kwargs):
-            for part in _parts_of([tensor]):
-                if storage_key(part) not in self._made:
-                    self._keeper.values(part)
+            parts = [p for p in _parts_of([tensor]) if storage_key(p) not in self._made]
+            if parts:
+                before.append((tensor, _memory_of(tensor)))
+            for part in parts:
+                self._keeper.values(part)
         result = func(*args, **kwargs)
+        if any(known is None or _memory_of(tensor) != known for tensor, known in before):
+            self._keeper.movers.add(self._name)
         self._made |= set(_keys_of(_tensors_in(result))).difference(_keys_of(given))
         return result
 
@@ -198,6 +218,14 @@ def _put_form_back(tensor: Tensor, before: Tensor) -> None:
 def _form_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return where the elements of a tensor lie, and what they are."""
     return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride()
+
+
+def _memory_of(tensor: Tensor) -> tuple[int, int] | None:
+    """Return the address and bytes of its memory; None: it has several pieces."""
+    if not has_storage(tensor):
+        return None
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
 
 
 def _leaf_of(tensor: Tensor) -> Tensor | None:
