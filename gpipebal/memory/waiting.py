@@ -47,8 +47,8 @@ class Stream:
         is_held: Whether it waits until the end of the action in which the taker frees it. If not,
             it waits until the start of a forward or a backward; but always until the end of a
             recompute.
-        most: How many of them wait at most before the maker begins another action of `kind`, where
-            `GPipe` runs it; None: as many as the order of the actions lets.
+        most: With how many micro-batches more the maker goes on, where `GPipe` runs it, while one
+            waits; None: with as many as the order of the actions lets.
     """
 
     kind: Kind
@@ -64,6 +64,11 @@ class Stream:
     def taken_by(self) -> Kind:
         """Kind of the taker's actions that end it."""
         return self.until or self.kind
+
+    @property
+    def goes_on(self) -> Kind:
+        """Kind of the actions with which the maker does not go on without end while one waits."""
+        return "F" if self.taken_by == "F" else "B"
 
     @property
     def at_end(self) -> bool:
@@ -198,7 +203,7 @@ class Waiting:
             until = np.minimum(until, np.append(is_behind, True).argmax())
         if stream.most is not None:
             # When an action begins, all but the last few of those before were taken.
-            own = np.flatnonzero(kinds == made)
+            own = np.flatnonzero(kinds == KINDS.index(stream.goes_on))
             early = micro_batches[own[: -stream.most]]
             until[early] = np.minimum(until[early], own[stream.most :])
         if self._clock is None:
@@ -266,16 +271,15 @@ def streams_of(cells: Sequence[Cell], j: int) -> list[Stream]:
     ]
 
 
-def _most(stream: Stream, j: int) -> int | None:
-    """Bound how much of a stream of partition j waits when it begins to make more of it.
+def _most(stream: Stream, j: int) -> int:
+    """Bound for how many micro-batches partition j may go on while a stream of it waits.
 
-    From one partition to the next one, and so on to the taker, nobody is further ahead. One that
-    waits for the end of an action ends before the next one is taken. What waits for another kind of
-    action than the one that makes it, in one memory, is bounded by the order of the actions alone.
+    From one partition to the next one, and so on to the taker, nobody is further ahead: when one
+    begins a forward, or a backward, the neighbour has begun all but the last few of those before. A
+    recompute has ended by then. What waits for the end of an action ends before the next one.
     """
-    if stream.taken_by != stream.kind:
-        return None
-    return MOST_WAITING * abs(stream.taker - j) + stream.at_end
+    is_late = stream.is_held and stream.taken_by == "B"
+    return MOST_WAITING * abs(stream.taker - j) + is_late
 
 
 def _let_go(cell: Cell, storages: Storages) -> Iterator[tuple[bool, Storages]]:

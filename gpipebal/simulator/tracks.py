@@ -254,8 +254,9 @@ class _Moments:
         if size.around is not None:
             backward = np.flatnonzero(back | weights)
             self._gather(np.flatnonzero(here), np.flatnonzero(forward), backward, size.around)
+        actions = {"F": forward, "R": recompute, "B": back}
         for stream in size.streams:
-            self._wait(stream, {"F": forward, "R": recompute, "B": back}[stream.kind])
+            self._wait(stream, actions[stream.kind], actions[stream.goes_on])
 
     def _change(self, which: Which | Ints, kind: int, n_bytes: int, *, end: bool = False) -> None:
         """Change what is held at the start of some actions, or at their end."""
@@ -276,8 +277,8 @@ class _Moments:
             if len(backwards) >= len(forwards):
                 outputs[2 * int(backwards[-1]) + 1] += around.after - around.stays
 
-    def _wait(self, stream: Stream, makes: Which) -> None:
-        """Let what some actions make wait until others take it."""
+    def _wait(self, stream: Stream, makes: Which, goes_on: Which) -> None:
+        """Let what some actions make wait until others take it; some begin only then."""
         made = np.flatnonzero(makes)
         micro_batches = self._own.micro_batches[made]
         n_bytes = np.where(self._recomputed[made], stream.n_bytes_recomputed, stream.n_bytes)
@@ -289,7 +290,10 @@ class _Moments:
         # The action that begins only when it has been taken; one past the last: there is none.
         next_one = np.full(len(made), len(self._own))
         if self._few_wait and stream.most is not None:
-            next_one[: -stream.most] = made[stream.most :]
+            further = np.flatnonzero(goes_on)
+            next_of = np.full(self._cells.recomputed.shape[1], len(self._own))
+            next_of[self._own.micro_batches[further[: -stream.most]]] = further[stream.most :]
+            next_one = next_of[micro_batches]
         at = np.minimum(at, np.append(self._own.starts, np.inf)[next_one])
         # What is taken as soon as it is made never waits.
         next_starts = np.append(self._own.starts, np.inf)[made + 1]

@@ -20,7 +20,7 @@ from gpipebal.memory.cell import Cell
 from gpipebal.memory.waiting import Waiting
 from gpipebal.planner.execution import Execution
 from gpipebal.planner.times import order_for, step_timeline
-from gpipebal.profile import SkipProfile
+from gpipebal.profile import LayerProfile, SkipProfile
 from gpipebal.schedule import MOST_WAITING, SCHEDULES, Action, Order, order_of
 from gpipebal.schedule.actions import B, F
 from gpipebal.timeline import EventTable, Timeline
@@ -73,6 +73,33 @@ def test_who_is_fast_enough_takes_everything_at_once_by_the_clock() -> None:
         exact, most = (Waiting(cells, order, one).of_row(which)[actions] for one in (clock, None))
         assert exact == [0] * 8
         assert most == [0] + [100] * 7
+
+
+def test_what_an_earlier_partition_keeps_for_its_recompute_is_no_more_for_more_micro_batches() -> (
+    None
+):
+    """In one memory: what partition 2 hands through waits for partition 1, which is never far."""
+    through = (0, 1)
+    layer = LayerProfile("", "Layer", 1.0, 1.0, 1.0, gradient_bytes=4)
+    layers = (
+        replace(layer, outputs=through, saved=(1,)),
+        replace(layer, outputs=through),
+        replace(layer, outputs=(1,)),
+        replace(layer, gradient_bytes=0, saved=(0,)),
+    )
+    named = tuple(replace(one, name=str(k)) for k, one in enumerate(layers))
+    profile = gb.Profile(named, storages=(1, 100), without_gradient=(1,))
+    for chunks in (4, 8, 16):
+        planned = partition_memory(
+            profile,
+            range(5),
+            chunks=chunks,
+            checkpoint="always",
+            loss_inside=True,
+            shared_memory=True,
+        )
+        # Two wait, and one is at work; with the last partition are all that are to be recomputed.
+        assert [peak.total // 100 for peak in planned] == [3, 2, 3, chunks]
 
 
 def with_room(order: Order, seconds: dict[Action, float], *, pause: bool) -> Timeline:

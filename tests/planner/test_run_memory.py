@@ -341,6 +341,53 @@ def test_what_earlier_runs_hand_through_for_their_recompute_is_bounded() -> None
         assert planned[2].total <= int(most.rows(2, 2, "always")[0])
 
 
+@settings(max_examples=examples(200), deadline=None)
+@given(st.randoms(use_true_random=False), st.sampled_from(["gpipe", "1f1b"]))
+def test_what_is_handed_through_in_one_memory_is_bounded(rng: random.Random, schedule: str) -> None:
+    """Whatever the modes of other partitions are; values with and without a gradient, and skips."""
+    n, numbers = rng.randint(2, 6), range(rng.randint(1, 4))
+
+    def some(most: int) -> tuple[int, ...]:
+        return tuple(rng.sample(numbers, min(len(numbers), rng.randint(0, most))))
+
+    through = some(2)
+    layers = tuple(
+        LayerProfile(
+            str(k),
+            "Layer",
+            1.0,
+            1.0,
+            1.0,
+            gradient_bytes=rng.choice([0, 4]),
+            outputs=tuple({*some(1), *(through if rng.random() < 0.8 else ())}),
+            saved=some(2) if rng.random() < 0.4 else (),
+        )
+        for k in range(n)
+    )
+    skips = [SkipProfile("x", *sorted(rng.sample(range(n), 2)), some(1))][: rng.randint(0, 1)]
+    profile = gb.Profile(
+        layers,
+        storages=tuple(rng.choice([1, 10, 100]) for _ in numbers),
+        without_gradient=some(3),
+        skips=tuple(skips),
+    )
+    given: Any = {"chunks": rng.randint(1, 16), "loss_inside": True, "shared_memory": True}
+    given |= {"schedule": schedule, "gradients_exist": rng.random() < 0.5}
+    cuts = rng.randint(0, n - 1)
+    bounds = (0, *sorted(rng.sample(range(1, n), cuts)), n)
+    modes = tuple(rng.choice(MODES) for _ in bounds[1:])
+    planned = partition_memory(profile, bounds, checkpoint=modes, **given)
+    least, most = (
+        RunMemory(profile, **given, n_partitions=len(modes), most=most).memory
+        for most in (False, True)
+    )
+    for j, (start, end) in enumerate(pairwise(bounds)):
+        low, high = (
+            int(memory.rows(start, j, modes[j])[end - start - 1]) for memory in (least, most)
+        )
+        assert low <= planned[j].total <= high
+
+
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("exist", [False, True])
 def test_long_chains_with_skips_across_each_other_are_equal_to_the_byte(

@@ -9,10 +9,8 @@ Most of what waits for other partitions is known for a run by itself. Some is no
 partitions a skip connection goes depends on the cuts between, and what earlier partitions in the
 same memory hold depends on their modes; and an output that waits may be in the graph of its
 micro-batch anyway. So peaks are bounded from below or from above, whatever the other partitions
-are; but in a shared memory a value without a gradient that partitions hand through unchanged may
-exceed the upper one. The bounds differ where a skip connection may go past a partition, where
-partitions share a memory, and sometimes where a forward is the highest moment; elsewhere they are
-the peak.
+are. The bounds differ where a skip connection may go past a partition, where partitions share a
+memory, and sometimes where a forward is the highest moment; elsewhere they are the peak.
 """
 
 from __future__ import annotations
