@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -44,6 +45,8 @@ __all__ = [
 FEW_ROUNDS = 3
 #: A spread wider than this share of the median is flagged.
 WIDE_SPREAD = 0.1
+#: If threads had no core for more than this share of the rounds, it is flagged.
+BUSY_SHARE = 0.1
 
 
 def describe_layers(
@@ -111,10 +114,24 @@ def known_columns(
     return columns
 
 
-def describe_times(rows: int, settled: dict[str, Settled]) -> dict[str, Any]:
-    """Say how the times of one size came about, and what is doubtful about them."""
+def describe_times(
+    rows: int, settled: dict[str, Settled], waited: Sequence[Sequence[float]] = ()
+) -> dict[str, Any]:
+    """Say how the times of one size came about, and what is doubtful about them.
+
+    Args:
+        rows: Rows of its micro-batches.
+        settled: The times.
+        waited: For each round, shares of it in which threads had no core.
+    """
     flags = []
     rounds = settled["forward"].rounds
+    waits = np.nanmean(waited) if len(waited) else 0.0
+    if waits > BUSY_SHARE:
+        flags.append(
+            f"busy: at {count(rows, 'row')} threads had no core for {waits:.0%} of the time, which "
+            "other threads or programs used; measure again when the machine is quiet"
+        )
     if rounds < FEW_ROUNDS:
         flags.append(f"sparse: {count(rounds, 'round')} at {count(rows, 'row')}; give more timeout")
     for name in ("forward", "backward"):

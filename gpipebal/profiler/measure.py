@@ -149,7 +149,7 @@ def profile_model(
     Returns:
         A `Profile`: times in seconds as medians over the repeats with their interquartile
         range, sizes in bytes. ``provenance['flags']`` says what is doubtful: too few rounds, a
-        wide spread, layers that do not add up to the whole chain.
+        wide spread, a busy machine, layers that do not add up to the whole chain.
 
     Raises:
         ModelError: `module` is not an `nn.Sequential`, `sample` cannot be divided, or `loss_fn` is

@@ -323,7 +323,7 @@ class Study:
             optimizer_together=optimizer.together,
             optimizer_groups=optimizer.groups,
         )
-        described = describe_times(size.rows, settled)
+        described = describe_times(size.rows, settled, size.times.waited)
         described["flags"] += doubts_about_peaks(self._names, size.found)
         if is_main:
             described["flags"] += self._notes

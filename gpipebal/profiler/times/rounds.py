@@ -36,6 +36,7 @@ from gpipebal.profiler.chain.chain import Chain, RoundStoppedError
 from gpipebal.profiler.chain.clock import Span, host_seconds_of, seconds_of
 from gpipebal.profiler.chain.failures import is_out_of_memory
 from gpipebal.profiler.chain.value import Value, as_leaves
+from gpipebal.profiler.times.cores import CoreWatch
 
 __all__ = ["Pace", "Subject", "Times", "run_side_by_side"]
 
@@ -102,6 +103,8 @@ class Times:
         loss_forward: Of the loss; empty if there is none.
         loss_backward: Of the loss.
         loss_without_graph: Of the loss.
+        waited: Share of the round in which the thread had no core, as far as the system tells; one
+            entry in each.
     """
 
     forward: list[list[float]] = field(default_factory=list)
@@ -118,6 +121,7 @@ class Times:
     loss_forward: list[float] = field(default_factory=list)
     loss_backward: list[float] = field(default_factory=list)
     loss_without_graph: list[float] = field(default_factory=list)
+    waited: list[list[float]] = field(default_factory=list)
 
     def add(self, other: Times) -> None:
         """Take over another thread's times."""
@@ -126,7 +130,7 @@ class Times:
 
     def run_round(self, subject: Subject, *, whole: bool = True) -> None:
         """Run one round and note its times; `whole`: also those of the chain in one piece."""
-        chain, loss = subject.chain, subject.loss
+        chain, loss, cores = subject.chain, subject.loss, CoreWatch()
         forward: list[Span] = []
         recompute: list[Span] = []
         without: list[Span] = []
@@ -153,6 +157,8 @@ class Times:
             self.whole_forward += seconds_of([in_one_piece])
             self.whole_backward += seconds_of([backwards])
             self.whole_without_graph += seconds_of([without_graph])
+        if (share := cores.share_waited()) is not None:
+            self.waited.append([share])
 
     def run_from_idle(self, chain: Chain) -> None:
         """Note what the host needs to launch each layer on a device with nothing else to do."""
