@@ -390,6 +390,23 @@ def test_input_of_inference_mode_may_be_filled_anew_before_the_backward(checkpoi
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
+def test_a_recompute_finds_input_of_inference_mode_with_its_strides() -> None:
+    """A layer may ask for them: the copy that a cell keeps has the gaps of the input."""
+    seen: list[tuple[bool, tuple[int, ...]]] = []
+
+    class Sees(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append((gb.is_recomputing(), x.stride()))
+            return x.contiguous() * 1
+
+    model = nn.Sequential(Sees(), nn.Linear(3, 1))
+    with torch.inference_mode():
+        x = torch.randn(4, 6)[:, ::2]
+    GPipe(model, [2], chunks=2, checkpoint="always")(x).sum().backward()
+    again = [stride for recomputes, stride in seen if recomputes]
+    assert again == [(6, 2), (6, 2)]
+
+
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_output_is_never_a_parameters_memory(chunks: int) -> None:
     """Who writes to an output does not write to a layer."""

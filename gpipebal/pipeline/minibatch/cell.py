@@ -31,7 +31,7 @@ from gpipebal.pipeline.randomness.seeds import MiniBatchSeed
 from gpipebal.pipeline.values.gradients import without_the_rest
 from gpipebal.pipeline.values.microbatch import Packet, check_nothing_hidden, detached
 from gpipebal.pipeline.values.places import find_overlaps
-from gpipebal.pipeline.values.tensors import has_storage, version_of
+from gpipebal.pipeline.values.tensors import copy_of, has_storage, version_of
 from gpipebal.pipeline.workers.blame import note_failed_layers, note_gaps, note_second_backward
 from gpipebal.pipeline.workers.facts import kind_of
 from gpipebal.pipeline.workers.partition import Partition
@@ -325,7 +325,7 @@ def _with_copies(packet: Packet) -> Packet:
         return packet
     with torch.inference_mode():
         leaves = [
-            leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
+            copy_of(leaf) if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
             for leaf in packet.leaves
         ]
     return packet._replace(leaves=leaves)
