@@ -112,6 +112,27 @@ class Turn(nn.Module):
         return turned
 
 
+class Recurrent(nn.Module):
+    """A layer that torch's compiler runs as written in part: the recurrent one in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.dropout = nn.LSTM(8, 8, batch_first=True), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run it, with dropout behind it."""
+        return self.dropout(self.recurrent(x)[0])  # type: ignore[no-any-return]
+
+
+def test_what_draws_for_a_layer_is_not_compiled() -> None:
+    """A compiled layer with a recurrent one in it compiles nothing of the pipeline's."""
+    pipe = GPipe(nn.Sequential(nn.Linear(8, 8), Recurrent()), [1, 1], chunks=4, checkpoint="never")
+    pipe[1].compile(backend="eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            pipe(torch.ones(8, 5, 8)).sum().backward()
+
+
 def test_compiled_control_flow_works() -> None:
     """Operations that run functions get past what catches random numbers."""
     torch.manual_seed(0)

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
+from torch._C._dynamo import eval_frame
 from torch._guards import TracingContext
 
 from gpipebal.pipeline.process.forks import open_in_child
@@ -182,6 +183,22 @@ class _Catcher:
         return operation.redispatch(keys, *args, **kwargs)
 
 
+def _hide_from_compiler() -> None:
+    """Let torch's compiler skip the kernels and all that they call.
+
+    A layer that it runs as written (a recurrent one, or one more than its limit) enters them from
+    a frame in which it compiles whatever is called. It would compile the drawing of numbers again
+    for every state of a generator, up to its limit, and log all of the states' bytes.
+    """
+    try:
+        skip = eval_frame._FrameAction.SKIP
+        strategy = eval_frame._FrameExecStrategy(skip, skip)  # the frame, and those in it
+        for kernel in (_Catcher._kernel, _Catcher._recurrent_kernel):
+            eval_frame.set_code_exec_strategy(kernel.__code__, strategy)
+    except AttributeError:
+        return  # another torch: it draws the same numbers, and compiles more
+
+
 def _draws_out_of_sight(args: Sequence[Any]) -> bool:
     """Tell whether a recurrent operation draws where no operation that it is made of shows it.
 
@@ -208,6 +225,7 @@ def _make_catcher() -> _Catcher | None:
     try:
         catcher = _Catcher()
         catcher.add_new_operations()
+        _hide_from_compiler()
         caught: list[Any] = []
 
         def draw(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
