@@ -79,13 +79,15 @@ def named_by_path(module_name: str, attribute: str) -> UsageError:
 def _check_arguments(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
     """Refuse arguments that the user's function does not take, or missing ones that it needs."""
     try:
-        inspect.signature(function).bind(**given)
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # some builtins have no readable signature; calling them will show
+    try:
+        signature.bind(**given)
     except TypeError as error:
+        takes = ", ".join(map(str, signature.parameters.values())) or "no argument"
         raise UsageError(
             f"function cannot be called with these arguments: {name!r} with {dict(given)} "
-            f"({error}).\nFix: --set NAME=VALUE for each argument without a default, and only for "
-            "arguments that it has."
+            f"({error}; it takes {takes}).\nFix: --set NAME=VALUE for each argument without a "
+            "default, and only for arguments that it has."
         ) from error
-    except ValueError:
-        # Some builtins have no readable signature; calling them will show.
-        pass

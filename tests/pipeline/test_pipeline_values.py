@@ -132,7 +132,7 @@ def test_what_is_not_a_chain_is_named_with_the_chain_inside() -> None:
             return x
 
     for module in (nn.Linear(2, 2), nn.ModuleList([Own(nn.Linear(2, 2))]), nn.ModuleList()):
-        with pytest.raises(ModelError, match=r"\nFix: .*of its layers\.$"):
+        with pytest.raises(ModelError, match=r"\nFix: .*of its layers \(docs/\S+\)\.$"):
             GPipe(module, [1])
 
 

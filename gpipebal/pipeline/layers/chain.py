@@ -75,7 +75,8 @@ def layers_of(module: nn.Module) -> OrderedDict[str, nn.Module]:
         hint = f"; or give the chain in it, {where}, if it does nothing else"
         raise ModelError(
             f"module must be nn.Sequential to be partitioned: type(module)={called}.\n"
-            f"Fix: write the model as nn.Sequential of its layers{hint if inside else ''}."
+            "Fix: write the model as nn.Sequential of its layers (docs/guide/models.md)"
+            f"{hint if inside else ''}."
         )
     own = own_forward(module)
     if own is not None:
