@@ -441,6 +441,29 @@ def test_an_error_says_what_would_fit(limit: Any, reserve: Any) -> None:
         recompute_layers(profile, plan, memory_limit=less, reserve=reserve)
 
 
+def test_an_error_says_whether_modes_would_do() -> None:
+    """What the text says of `solve` is so, for every limit that runs cannot keep."""
+    profile = chain()
+    plan = gb.evaluate(profile, [1, 7], checkpoint="never")
+    seen = set()
+    for limit in range(240 * MiB, 340 * MiB, 20 * MiB):
+        try:
+            recompute_layers(profile, plan, memory_limit=limit)
+        except InfeasibleError as error:
+            text = str(error)
+        else:
+            continue
+        said = "; or solve with checkpoint='auto', and recompute no single layers." in text
+        try:
+            gb.solve(profile, 2, checkpoint="auto", memory_limit=limit)
+        except InfeasibleError:
+            assert not said, limit
+        else:
+            assert said, limit
+        seen.add(said)
+    assert seen == {False, True}
+
+
 @pytest.mark.parametrize("limit", ["2 GiB", "110 MiB", ["2 GiB", "90 MiB"], None])
 def test_an_error_says_which_limits_of_devices_would_do(limit: Any) -> None:
     """Of two limits the lower one counts: where only the other one grows, nothing changes."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gpipebal.errors import InfeasibleError
 from gpipebal.plan import Plan
-from gpipebal.planner.advice import with_more
+from gpipebal.planner.advice import has_plan, with_more
 from gpipebal.planner.devices import DeviceCosts
 from gpipebal.planner.posing import Posed
 from gpipebal.planner.question import Size
@@ -17,6 +18,7 @@ from gpipebal.planner.recompute.ways import SearchTime
 from gpipebal.planner.shortage import named_layers
 from gpipebal.problem import Link
 from gpipebal.profile import Profile
+from gpipebal.solvers.deadline import NO_DEADLINE
 from gpipebal.units import format_bytes
 
 __all__ = ["recompute_layers"]
@@ -74,8 +76,8 @@ def recompute_layers(
         KindError: `profile` is not a Profile, or `plan` no Plan.
         InfeasibleError: a partition exceeds its limit whatever is recomputed; or, where what waits
             for busy neighbours decides and there are many runs, it exceeds the limit with all runs
-            that were tried. The text says which partition and which of the two it is, and which
-            limit would do.
+            that were tried. The text says which partition and which of the two it is, which limit
+            would do, and whether `solve` finds a plan with modes of its own for this one.
         UnsupportedPlanError: a schedule whose memory is not known.
 
     Complexity:
@@ -114,6 +116,8 @@ def _infeasible(posed: Posed, plan: Plan, j: int, *, all_tried: bool) -> Infeasi
     fix = "a plan with more partitions, or more and smaller micro-batches"
     if enough is not None:
         fix = _larger_limits(posed, plan, enough)
+    if has_plan(replace(posed.question, checkpoint="auto", deadline=NO_DEADLINE)):
+        fix += "; or solve with checkpoint='auto', and recompute no single layers"
     which, least = "whichever of its layers are recomputed", "at least"
     if not all_tried:
         # Without what may wait for busy neighbours some runs fit, and there are many.
