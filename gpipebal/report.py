@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -12,7 +13,7 @@ from gpipebal.files import write_record
 from gpipebal.text import aligned
 from gpipebal.units import count, format_bytes, format_change, format_percent, format_seconds
 
-__all__ = ["PlainTimes", "RunReport", "notes_on_scatter"]
+__all__ = ["PlainTimes", "RunReport", "notes_on_scatter", "notes_on_threads"]
 
 FORMAT = "gpipebal-report"
 VERSION = 1
@@ -20,6 +21,10 @@ VERSION = 1
 #: From here on steps scatter so widely that a comparison with them may mislead: by
 #: `PlainTimes.scatter`, a fraction of their median.
 WIDE_SCATTER = 0.1
+
+#: From here on more threads have slowed the plain model down so much that it is not their work: by
+#: the factor that a step takes longer than with fewer.
+SLOWED = 2.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,27 @@ def notes_on_scatter(plain: Sequence[PlainTimes]) -> list[str]:
         f"or more (expected less than {format_percent(WIDE_SCATTER)}), so the comparison may "
         "mislead; run again while nothing else does, or with more steps."
     ]
+
+
+def notes_on_threads(plain: Sequence[PlainTimes]) -> list[str]:
+    """Warn if the plain model takes `SLOWED` times as long or more with more threads as with fewer.
+
+    Example:
+        >>> runs = [PlainTimes("1 thread", 1, (1.0,)), PlainTimes("2 threads", 2, (9.0,))]
+        >>> (note,) = notes_on_threads(runs)
+        >>> note.partition(",")[0]
+        'The plain model takes 9.0 times as long with 2 threads as with 1 thread'
+    """
+    runs = sorted((run for run in plain if run.threads), key=lambda run: run.threads or 0)
+    for fewer, more in pairwise(runs):
+        if fewer.step_time and more.step_time / fewer.step_time >= SLOWED:
+            return [
+                f"The plain model takes {more.step_time / fewer.step_time:.1f} times as long with "
+                f"{more.where} as with {fewer.where}, as where other programs use the cores and "
+                "threads of one operation wait for each other, so that comparison may mislead; run "
+                "again while nothing else does, or with OMP_WAIT_POLICY=passive in the environment."
+            ]
+    return []
 
 
 @dataclass(frozen=True)

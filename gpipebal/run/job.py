@@ -23,7 +23,7 @@ from gpipebal.profile import Profile
 from gpipebal.profiler import profile_model
 from gpipebal.profiler.setting import check_values, layers_of
 from gpipebal.profiler.step.optimizer import Maker
-from gpipebal.report import RunReport, notes_on_scatter
+from gpipebal.report import RunReport, notes_on_scatter, notes_on_threads
 from gpipebal.run.attempts import fastest, try_plans
 from gpipebal.run.comparison import Measured, train_in_turns
 from gpipebal.run.folder import Folder
@@ -309,7 +309,12 @@ class _Job:
             peak_bytes=measured.peak_bytes,
             total_peak_bytes=measured.total_peak_bytes,
             plain=tuple(measured.plain),
-            notes=(*self._notes(plan), *measured.notes, *notes_on_scatter(measured.plain)),
+            notes=(
+                *self._notes(plan),
+                *measured.notes,
+                *notes_on_scatter(measured.plain),
+                *notes_on_threads(measured.plain),
+            ),
             output=str(self.folder.path),
             provenance=dict(plan.provenance),
         )

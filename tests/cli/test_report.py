@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpipebal.report import PlainTimes, RunReport
+from gpipebal.report import PlainTimes, RunReport, notes_on_threads
 
 REPORT = RunReport(
     model="tiny",
@@ -74,3 +74,14 @@ def test_report_without_prediction_says_unknown() -> None:
     assert report.step_time_error is None
     cuda = replace(REPORT, plain=(PlainTimes("cuda:0", None, (4.0,)),))
     assert "faster than the plain model on cuda:0: it takes 50.0 % less" in str(cuda)
+
+
+def test_a_note_says_where_more_threads_are_slower() -> None:
+    """Only where a step takes twice as long or more, and both ran on a CPU."""
+    one = PlainTimes("1 thread", 1, (2.0, 1.0, 1.0))
+    (note,) = notes_on_threads([PlainTimes("2 threads", 2, (9.0, 2.0, 2.0)), one])
+    assert "2.0 times as long with 2 threads as with 1 thread" in note
+    assert "OMP_WAIT_POLICY=passive" in note
+    assert not notes_on_threads([one, PlainTimes("2 threads", 2, (1.9,))])
+    assert not notes_on_threads([one, PlainTimes("cuda:0", None, (9.0,))])
+    assert not notes_on_threads([])
