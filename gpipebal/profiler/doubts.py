@@ -78,7 +78,7 @@ def doubts_about_parameters(names: Sequence[str], layers: Sequence[nn.Module]) -
 
 
 def doubts_about_movers(names: Sequence[str]) -> list[str]:
-    """Return a flag if layers, or the loss, cannot run in two threads at once.
+    """Return a flag if layers, or the loss, use a tensor that no two threads may use at once.
 
     Args:
         names: Names of the layers.
@@ -88,7 +88,7 @@ def doubts_about_movers(names: Sequence[str]) -> list[str]:
         return []
     who = _listed(found) if found else "the loss"
     return [
-        f"{who}: gives a tensor new memory that copies of the layer share; measured in one thread, "
+        f"{who}: a tensor that all copies share gets new memory; measured in one thread, "
         "so what neighbours do to each other is not measured"
     ]
 

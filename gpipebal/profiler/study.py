@@ -28,7 +28,6 @@ from gpipebal.profiler.describe import (
 from gpipebal.profiler.doubts import (
     doubts_about,
     doubts_about_loss,
-    doubts_about_movers,
     doubts_about_parameters,
     doubts_about_peaks,
 )
@@ -50,7 +49,8 @@ from gpipebal.profiler.step.loss import (
 )
 from gpipebal.profiler.step.step import measure_optimizer
 from gpipebal.profiler.survey import Scout, Survey, survey
-from gpipebal.profiler.times.rounds import Pace, Subject, Times, run_side_by_side
+from gpipebal.profiler.times.rounds import Pace, Subject, Times
+from gpipebal.profiler.together import measure_together
 from gpipebal.profiler.training import Training
 from gpipebal.profiler.trial.correct import try_out
 from gpipebal.profiler.trial.trial import Setting
@@ -137,35 +137,36 @@ class Study:
         pace: Pace,
         state: CallerState,
     ) -> int:
-        """Measure the times of all sizes, see `run_side_by_side`; return how many threads it took.
-
-        Where a layer gives a tensor new memory that its copies share, all run in one thread: in a
-        pipeline, too, a layer is never in two workers at once.
-        """
-        if movers := doubts_about_movers(self._names):
-            self._notes += movers
-            side_by_side = 1
-        subjects = []
-        for k in range(side_by_side):
-            replicas = self._replicas if not k else self._replicate()
-            subjects.append([self._subject(size, replicas, copies=k > 0) for size in self._sizes])
+        """Measure the times of all sizes; return in how many threads; see `measure_together`."""
         before = [_versions(module) for module in self._modules]
-        results = run_side_by_side(
-            subjects, n_threads=n_threads, pace=pace, state=state, all_sizes=self._all_sizes
+        found = measure_together(
+            self._subjects,
+            side_by_side,
+            self._names,
+            n_threads=n_threads,
+            pace=pace,
+            state=state,
+            all_sizes=self._all_sizes,
         )
+        self._notes += found.notes
         for name, module, versions in zip(self._names, self._modules, before, strict=True):
             if _versions(module) != versions:
                 self._notes.append(
                     f"layer {name!r} wrote to its parameters in the middle: the model has changed"
                 )
-        for size, times in zip(self._sizes, results, strict=True):
+        for size, times in zip(self._sizes, found.times, strict=True):
             if times is None:
                 self._notes.append(f"not measured at {count(size.rows, 'row')}: not enough memory")
             else:
                 size.times = times
-        kept = zip(self._sizes, results, strict=True)
+        kept = zip(self._sizes, found.times, strict=True)
         self._sizes = [size for size, times in kept if times is not None]
-        return side_by_side
+        return found.side_by_side
+
+    def _subjects(self, k: int) -> list[Subject]:
+        """Make what thread `k` sends each size of micro-batch through."""
+        replicas = self._replicas if not k else self._replicate()
+        return [self._subject(size, replicas, copies=k > 0) for size in self._sizes]
 
     def measure_alone(self, others: Sequence[int], pace: Pace, *, share: bool) -> None:
         """Examine and measure with one layer on the device at a time; see `walk_alone`."""

@@ -23,7 +23,7 @@ from gpipebal.pipeline.process.eager import EagerDispatchMode
 from gpipebal.pipeline.values.tensors import has_storage, plain_parts, storage_key
 from gpipebal.profiler.chain.gradients import nodes_behind
 
-__all__ = ["Kept", "Watch", "foreign_kept", "has_foreign", "moves_foreign"]
+__all__ = ["Kept", "Watch", "foreign_kept", "has_foreign", "moves_foreign", "note_mover"]
 
 #: Arguments that normalisation writes to, though its operations do not declare it.
 _STATISTICS = frozenset({"running_mean", "running_var"})
@@ -81,10 +81,14 @@ class Kept:
     def values(self, tensor: Tensor) -> None:
         """Keep the memory of a tensor that is about to be written to."""
         storage = tensor.untyped_storage()
-        if not tensor._is_view() and self._is_new("form", id(tensor), tensor):
-            self._behind.callback(_put_form_back, tensor, tensor.data)
+        self.form(tensor)
         if not tensor.is_meta and self._is_new("storage", storage._cdata, storage):
             self._behind.callback(_put_back, storage, storage.clone())
+
+    def form(self, tensor: Tensor) -> None:
+        """Keep the sizes of a tensor, and which memory it has; not what is in it."""
+        if not tensor._is_view() and self._is_new("form", id(tensor), tensor):
+            self._behind.callback(_put_form_back, tensor, tensor.data)
 
     def _is_new(self, what: str, key: int, value: Any) -> bool:
         is_new = (what, key) not in self._known
@@ -129,6 +133,13 @@ def moves_foreign(name: str) -> bool:
     """
     kept = _kept.get()
     return kept is not None and name in kept.movers
+
+
+def note_mover(name: str) -> None:
+    """Note that a layer gives a tensor new memory that is not its own, see `moves_foreign`."""
+    kept = _kept.get()
+    if kept is not None:
+        kept.movers.add(name)
 
 
 class Watch(EagerDispatchMode):

@@ -246,4 +246,8 @@ def left_alone(objects: Sequence[Any]) -> Iterator[None]:
             kept.buffers(module)
         for leaf in {**leaves, **reached.leaves}.values():
             kept.gradient(leaf)
+        for tensor in reached.tensors.values():
+            # Of a class that torch does not know, or without values yet, there is no such form.
+            if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_nested:
+                kept.form(tensor)
         yield

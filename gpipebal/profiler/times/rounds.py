@@ -58,6 +58,12 @@ class Subject:
     chain: Chain
     loss: Chain | None = None
 
+    def begin(self) -> None:
+        """Let rounds run, also after a `stop`."""
+        for chain in (self.chain, self.loss):
+            if chain is not None:
+                chain.stop.clear()
+
     def stop(self) -> None:
         """End the round in progress before its next layer."""
         for chain in (self.chain, self.loss):
@@ -220,6 +226,9 @@ class _Rounds:
 
     def __init__(self, subjects: Sequence[Sequence[Subject]], pace: Pace, all_sizes: bool) -> None:
         self._subjects, self._pace, self._all_sizes = subjects, pace, all_sizes
+        for sizes in subjects:
+            for subject in sizes:
+                subject.begin()
         self._times = [[Times() for _ in sizes] for sizes in subjects]
         self._done = [0] * len(subjects)
         self._ended = [Flag() for _ in subjects]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from gpipebal.profile import AloneShares, LayerProfile, Profile, TurnTimes
+from gpipebal.profiler.replicas.moved import moves_what_others_reach
 from gpipebal.profiler.setting import available_memory
 from gpipebal.profiler.trial.findings import Trial
 from gpipebal.profiler.trial.traces import MOST_FACTOR, sums_of_layers
@@ -35,7 +36,11 @@ def try_out(
     if not fitting:
         return _with_flag(profile, "not tried as a pipeline: there is not enough memory")
     try:
-        return correct(profile, run_trial(profile, setting_of(fitting), seconds))
+        setting = setting_of(fitting)
+        if setting.n_partitions > 1 and moves_what_others_reach(setting.layers):
+            why = "layers that may share a tensor which gets new memory belong in one partition"
+            return _with_flag(profile, f"not tried as a pipeline: {why}")
+        return correct(profile, run_trial(profile, setting, seconds))
     except Exception as error:
         # What the executor refuses can be profiled all the same.
         reason = (str(error) or type(error).__name__).splitlines()[0]
