@@ -33,7 +33,7 @@ from gpipebal.pipeline.minibatch.inputs import (
 from gpipebal.pipeline.minibatch.loss import MicroBatchLoss, Reduction
 from gpipebal.pipeline.minibatch.minibatch import MiniBatch
 from gpipebal.pipeline.process.caller import warn_caller, whole_call
-from gpipebal.pipeline.process.forks import open_in_child
+from gpipebal.pipeline.process.forks import check_not_inside, open_in_child
 from gpipebal.pipeline.values.parting import paired_gradients
 from gpipebal.pipeline.workers.runtime import Runtime, check_shared
 from gpipebal.plan import Plan
@@ -45,7 +45,7 @@ from gpipebal.skip.layout import find_skips
 __all__ = ["GPipe"]
 
 # Two first forwards at once must not make two sets of workers for the same layers.
-_starting = open_in_child(threading.Lock())
+_starting = open_in_child(threading.RLock())
 
 
 class GPipe(Container):
@@ -381,6 +381,7 @@ class GPipe(Container):
         )
 
     def _started(self) -> Runtime:
+        check_not_inside(_starting)
         with _starting:
             runtime = self._runtime
             if runtime is None or not runtime.can_run(self._modules.values()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pkgutil
 import threading
 import time
 from collections.abc import Callable
@@ -371,6 +372,29 @@ def test_a_pool_that_gets_too_few_threads_leaves_none(monkeypatch: pytest.Monkey
     assert not started[0].is_alive()
     assert torch.get_num_threads() == threads
     pipe(torch.ones(2, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("at", ["gpipe.Runtime", "workers.worker.threading.Barrier"])
+def test_a_start_inside_a_start_is_refused(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler or destructor that calls a pipeline there would wait for its own thread."""
+    outer, inner = (GPipe(nn.Sequential(nn.Linear(2, 2)), [1]) for _ in range(2))
+    module, _, name = f"gpipebal.pipeline.{at}".rpartition(".")
+    holder = pkgutil.resolve_name(module)
+    make, n_calls = getattr(holder, name), 0
+
+    def make_one(*arguments: Any) -> Any:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == 1:  # as a signal does between two statements
+            inner(torch.ones(2, 2))
+        return make(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(holder, name, make_one)
+        with pytest.raises(PipelineError, match=r"just starting one: by a signal handler"):
+            outer(torch.ones(2, 2))
+    for pipe in (inner, outer):
+        pipe(torch.ones(2, 2)).sum().backward()
 
 
 @pytest.mark.parametrize("after", [1, 2, 3, 5, 8, 13, 21])

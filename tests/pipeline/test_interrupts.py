@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from gpipebal.pipeline import GPipe, measure_memory, trace
+from gpipebal.pipeline.layers.batchnorm import Statistics
 from gpipebal.pipeline.layers.container import Container
 from gpipebal.pipeline.process import eager, process_wide
 from gpipebal.pipeline.process.blocks import SharedBlocks, all_shared_blocks
@@ -21,7 +23,16 @@ from gpipebal.pipeline.randomness.seeds import MiniBatchSeed
 pytestmark = pytest.mark.timeout(60)
 
 
-def interrupted_at(n: int, function: Callable[..., Any], run: Callable[[], None]) -> None:
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def interrupted_at(
+    n: int,
+    function: Callable[..., Any],
+    run: Callable[[], None],
+    handler: Callable[[], None] = _interrupt,
+) -> None:
     """Run something, and interrupt it in a function, where Python looks for signals the n-th time.
 
     That is when Python code is called, and when other code has returned.
@@ -36,7 +47,8 @@ def interrupted_at(n: int, function: Callable[..., Any], run: Callable[[], None]
         if event in ("call", "c_return") and code in codes:
             left[0] -= 1
             if not left[0]:
-                raise KeyboardInterrupt
+                sys.setprofile(before)
+                handler()
 
     sys.setprofile(watch)
     try:
@@ -152,6 +164,41 @@ def test_a_watch_that_was_interrupted_as_it_began_is_over(
     with trace(pipe) as recorder, measure_memory(pipe):
         pipe(torch.ones(2, 2))
     assert len(recorder.timelines) == 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        SharedBlocks.enter,
+        SharedBlocks.leave_all_but,
+        process_wide.settings_entered,
+        process_wide._leave,
+        Statistics.commit,
+    ],
+)
+def test_a_signal_handler_may_run_a_pipeline(function: Callable[..., Any]) -> None:
+    """Also one that comes where its own thread holds a lock which the pipeline takes."""
+    layers = [nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2)]
+    outer, inner = (
+        GPipe(nn.Sequential(*copy.deepcopy(layers)), [2, 1], chunks=2, deferred_batch_norm=True)
+        for _ in range(2)
+    )
+    x = torch.randn(4, 2)
+    expected = outer(x)
+    called: list[int] = []
+
+    def handler() -> None:
+        inner(x)
+        called.append(len(called))
+
+    before = state_of(outer)
+    for n in range(1, 200):
+        interrupted_at(n, function, lambda: outer(x).sum().backward(), handler)
+        assert state_of(outer) == before
+        if len(called) < n:
+            break
+    assert called
+    assert torch.equal(outer(x), expected)
 
 
 def test_another_watch_leaves_the_first_one_alone() -> None:

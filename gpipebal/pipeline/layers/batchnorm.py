@@ -38,7 +38,7 @@ __all__ = [
 
 D = TypeVar("D", bound="DeferredBatchNorm")
 
-_committing = open_in_child(threading.Lock())
+_committing = open_in_child(threading.RLock())
 
 
 class _Moments:

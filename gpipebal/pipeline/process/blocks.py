@@ -28,7 +28,8 @@ class SharedBlocks:
 
     def __init__(self, install: Callable[[], bool | None], remove: Callable[[], None]) -> None:
         self._install, self._remove = install, remove
-        self._lock = open_in_child(threading.Lock())
+        # A signal handler or a destructor may enter and leave a block in the middle of either.
+        self._lock = open_in_child(threading.RLock())
         self._is_installed = False
         #: Blocks of each thread, by its number; a thread without any is not in it.
         self._counts: dict[int, int] = {}

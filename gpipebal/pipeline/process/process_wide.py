@@ -37,7 +37,8 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
 )
 
-_changing = open_in_child(threading.Lock())
+# A signal handler or a destructor may run a phase of its own in the middle of a change.
+_changing = open_in_child(threading.RLock())
 #: What each phase inside wants, in the order in which they began.
 _inside: list[list[Settings]] = []
 #: What was set before the first of them.

@@ -20,6 +20,7 @@ import torch
 from torch._C._dynamo import eval_frame
 from torch._guards import TracingContext
 
+from gpipebal.errors import PipelineError
 from gpipebal.pipeline.process.forks import open_in_child
 from gpipebal.pipeline.process.modes import ThreadedDispatchMode
 
@@ -237,6 +238,8 @@ def _make_catcher() -> _Catcher | None:
             generator = torch.Generator("cpu")
             torch.empty(1, device="cpu").bernoulli_(0.5, generator=generator)
         return catcher if caught else None
+    except PipelineError:  # of a signal handler that has called a pipeline meanwhile
+        raise
     except (AttributeError, RuntimeError, TypeError):
         return None  # another torch: it lacks the key, or these functions
 

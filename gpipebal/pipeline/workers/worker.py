@@ -30,7 +30,7 @@ from queue import SimpleQueue
 import torch
 
 from gpipebal.errors import PipelineError
-from gpipebal.pipeline.process.forks import open_in_child
+from gpipebal.pipeline.process.forks import check_not_inside, open_in_child
 from gpipebal.pipeline.values.lane import Lane
 from gpipebal.pipeline.workers.activity import Activity, timeout_error
 from gpipebal.pipeline.workers.inbox import Flag, Stop
@@ -55,7 +55,7 @@ _LOOK_UP = 0.1
 _COMPUTING = 0.01
 
 # Starting workers temporarily changes the process's number of threads: one pool at a time.
-_starting = open_in_child(threading.Lock())
+_starting = open_in_child(threading.RLock())
 
 
 def given_up_error() -> PipelineError:
@@ -95,6 +95,7 @@ class WorkerPool:
         self._end = weakref.finalize(self, _end_threads, self._queues, self.threads, self.process)
         # At the end of the interpreter `_end_all` does this.
         self._end.atexit = False
+        check_not_inside(_starting)
         with _starting:
             before = torch.get_num_threads()
             started = threading.Barrier(len(lanes) + 1)
