@@ -120,7 +120,7 @@ def _step(plan: Plan) -> Iterator[str]:
     if plan.step_time is None:
         return
     step = format_seconds(plan.step_time)
-    if plan.step_time < plan.makespan:
+    if plan.step_time < plan.makespan and step != format_seconds(plan.makespan):
         yield (
             "The makespan, by which splits are compared, adds up times of layers by themselves; "
             f"the training step, {step}, is that of layers in a step, where these take less."

@@ -148,3 +148,5 @@ def test_a_step_below_its_makespan_says_why() -> None:
     assert why in str(below) and why in below.explain()
     above = gb.solve(replace(profiled(), step=StepTerms(0.5, optimizer_time=99.0)), 2)
     assert why not in str(above) and why not in above.explain()
+    as_shown = replace(below, step_time=below.makespan * 0.999999)
+    assert why not in str(as_shown) and why not in as_shown.explain()
