@@ -5,8 +5,13 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import fields
+from typing import Any
 
-__all__ = ["aligned", "either", "is_whole", "one_line"]
+__all__ = ["aligned", "either", "is_whole", "one_line", "short_repr"]
+
+#: A text longer than this fills more than a page.
+_LONG = 4000
 
 #: Characters that would end a line in the middle of a cell, steer a terminal (control characters of
 #: 7 and of 8 bits), or reverse the text that follows (Unicode's bidirectional controls).
@@ -85,3 +90,22 @@ def _width(text: str) -> int:
     marks = ("Mn", "Me", "Cf")
     taking = [each for each in text if unicodedata.category(each) not in marks or each == "\xad"]
     return len(taking) + sum(unicodedata.east_asian_width(each) in "WF" for each in taking)
+
+
+def short_repr(noun: Any) -> str:
+    """Show the fields of a dataclass; where they would fill more than a page, its first line.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass(repr=False)
+        ... class Costs:
+        ...     layers: list[int]
+        ...     __repr__ = short_repr
+        ...     def __str__(self):
+        ...         return f"Costs of {len(self.layers)} layers"
+        >>> Costs([1, 2]), Costs([1] * 5000)
+        (Costs(layers=[1, 2]), <Costs of 5000 layers>)
+    """
+    parts = [f"{item.name}={getattr(noun, item.name)!r}" for item in fields(noun) if item.repr]
+    whole = f"{type(noun).__name__}({', '.join(parts)})"
+    return whole if len(whole) <= _LONG else f"<{str(noun).partition(chr(10))[0]}>"

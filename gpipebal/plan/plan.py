@@ -36,6 +36,7 @@ from gpipebal.schedule import (
     partitions_on_each,
     recomputes_of,
 )
+from gpipebal.text import short_repr
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -367,6 +368,8 @@ class Plan:
             FileFormatError: the file cannot be read, is damaged, or is of another version.
         """
         return read_noun(path, FORMAT, VERSION, cls.from_dict)
+
+    __repr__ = short_repr
 
     def _repr_html_(self) -> str:
         return plan_html(self)

@@ -19,7 +19,7 @@ from gpipebal.profile.layer import MOMENTS, LayerProfile, SkipProfile, StepTerms
 from gpipebal.profile.match import ProfileMatch, match_profile
 from gpipebal.profile.record import FORMAT, VERSION, parts_of, record_of
 from gpipebal.profile.sizes import at_rows
-from gpipebal.text import one_line
+from gpipebal.text import one_line, short_repr
 from gpipebal.units import count, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -320,6 +320,8 @@ class Profile:
             FileFormatError: the file cannot be read, is damaged, or is of another version.
         """
         return read_noun(path, FORMAT, VERSION, cls.from_dict)
+
+    __repr__ = short_repr
 
     def _repr_html_(self) -> str:
         return profile_html(self)

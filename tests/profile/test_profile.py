@@ -369,3 +369,12 @@ def test_text_of_a_profile_sums_it_up() -> None:
         "Profile of 2 layers of given costs, micro-batch of 4 rows: "
         "forward 3.00 s, backward 6.00 s, parameters 2.00 KiB"
     )
+
+
+def test_a_long_profile_does_not_fill_a_prompt() -> None:
+    """A short one shows all of its fields, a long one a line; so does a plan."""
+    short, long = (Profile.from_costs([1.0] * n) for n in (1, 500))
+    assert repr(short).startswith("Profile(layers=(LayerProfile(name='0'")
+    assert repr(long) == f"<{long}>" and "500 layers" in repr(long)
+    plan = gpipebal.solve(long, 2)
+    assert repr(plan) == f"<{str(plan).splitlines()[0]}>"

@@ -363,9 +363,9 @@ SWAPPED: dict[str, Any] = {
 @pytest.mark.parametrize("what", SWAPPED)
 def test_a_noun_in_the_wrong_place_is_not_written_whole(what: str) -> None:
     """The error stays as short as for any other value."""
-    many = gb.Profile.from_costs([1.0] * 100)
-    assert len(repr(many)) > 10_000
+    noun = gb.Profile.from_costs([1.0])
+    assert len(repr(noun)) > 1_000
     with pytest.raises(gb.GpipebalError, match=what.split(" of ")[0][:8]) as raised:
-        SWAPPED[what](many)
+        SWAPPED[what](noun)
     assert len(str(raised.value)) < 600
     assert "\nFix: " in str(raised.value)
