@@ -12,17 +12,13 @@ import pytest
 
 import gpipebal as gb
 from gpipebal.errors import InfeasibleError
-from gpipebal.plan import PeakMemory
 from gpipebal.planner import solve
-from gpipebal.planner.execution import Way
 from gpipebal.planner.posing import pose
 from gpipebal.planner.question import ask
 from gpipebal.planner.runs.memory import RunMemory
-from gpipebal.planner.search.learned import LearnedMemory
+from gpipebal.planner.search import lower_limits
 from gpipebal.planner.search.solved import solved
-from gpipebal.problem import Memory
 from gpipebal.profile import SkipProfile
-from gpipebal.solvers import Split
 
 PROFILES = Path(__file__).parents[2] / "profiles"
 
@@ -94,46 +90,25 @@ def test_falling_limits_never_help(seed: int, options: Any) -> None:
     assert all(one <= other * (1 + 1e-12) for one, other in pairwise(values))
 
 
-def test_what_plans_show_counts_for_their_runs_alone() -> None:
-    """By hand: in partitions that are alike, the run has the larger of what was shown."""
-    profile = gb.Profile.from_costs([1.0] * 5)
-    known = Memory(lambda first, partition, mode: [10] * (5 - first), (0, 1, 1))
-    learned = LearnedMemory(known, 3)
-    plan = gb.evaluate(profile, [1, 2, 2], checkpoint="never")
-    for n_bytes in (30, 20):
-        parts = [
-            replace(part, memory=PeakMemory(parameters=n_bytes + j))
-            for j, part in enumerate(plan.partitions)
-        ]
-        split = Way.of(plan).split(1.0, 1.0, "given")
-        learned.learn(split, replace(plan, partitions=tuple(parts)))
-    rows = learned.memory.rows
-    assert list(rows(0, 0, "never")) == [30, 10, 10, 10, 10]
-    assert list(rows(1, 1, "never")) == list(rows(1, 2, "never")) == [10, 31, 10, 10]
-    assert list(rows(3, 1, "never")) == list(rows(3, 2, "never")) == [10, 32]
-    assert list(rows(1, 0, "never")) == list(rows(1, 1, "always")) == [10, 10, 10, 10]
-
-
-def test_each_search_knows_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every split is another one, until a plan keeps the limit; no value gets better."""
+def test_lower_limits_are_those_of_partitions_that_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: each search leaves a partition that lacks less room than it had, and no other."""
     profile = waiting(2)
     ends, first = ((5, 50), (12, 56)), len(profile.storages)
     far = [SkipProfile(f"far {k}", *end, (first + k,)) for k, end in enumerate(ends)]
     profile = replace(profile, storages=(*profile.storages, 40, 40), skips=tuple(far))
-    shown: list[tuple[Split, gb.Plan]] = []
-    learn = LearnedMemory.learn
+    asked: list[list[int]] = []
+    keeping_free = lower_limits._keeping_free
 
-    def noted(self: LearnedMemory, split: Split, plan: gb.Plan) -> None:
-        shown.append((split, plan))
-        learn(self, split, plan)
+    def noted(memory: Any, kept: list[int]) -> Any:
+        asked.append(list(kept))
+        return keeping_free(memory, kept)
 
-    monkeypatch.setattr(LearnedMemory, "learn", noted)
-    plan = solve(profile, 6, memory_limit=1941)
-    assert plan.peak_bytes <= 1941
-    assert len(shown) > 1
-    assert all(one.peak_bytes > 1941 for _, one in shown)
-    assert len({split.bounds for split, _ in shown}) == len(shown)
-    assert all(one.value <= other.value for (one, _), (other, _) in pairwise(shown))
+    monkeypatch.setattr(lower_limits, "_keeping_free", noted)
+    solve(profile, 6, memory_limit=1941)
+    assert len(asked) > 1
+    assert any(0 in kept for kept in asked)
+    assert all(a <= b for one, other in pairwise(asked) for a, b in zip(one, other, strict=True))
+    assert all(sum(one) < sum(other) for one, other in pairwise(asked))
 
 
 def test_memory_is_asked_for_once_where_the_cost_is_ones_own(

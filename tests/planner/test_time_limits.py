@@ -73,13 +73,20 @@ def test_the_least_peak_known_is_kept() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_limits_that_what_waits_decides(seed: int) -> None:
-    """Out of time there is a plan that fits, and its bound holds."""
+def test_limits_that_what_waits_decides(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of time no next best split is looked at, but for those with most room."""
     profile = tight(seed)
     options = {"checkpoint": "auto", "partitions": 6}
     least = gb.solve(profile, objective="peak_memory", **options).value
+    tried: list[object] = []
+    next_best = best._next_best
+    monkeypatch.setattr(
+        best, "_next_best", lambda *given: (tried.append(one) or one for one in next_best(*given))
+    )
     for limit in (int(least), int(least * 1.02), int(least * 1.1)):
+        tried.clear()
         found = gb.solve(profile, memory_limit=limit, time_limit=0, **options)
+        assert len(tried) <= 1
         assert max(part.memory.total for part in found.partitions) <= limit
         optimum = gb.solve(profile, memory_limit=limit, **options)
         assert found.lower_bound <= optimum.value
@@ -212,6 +219,24 @@ def test_what_was_not_tried_is_not_said_to_fail() -> None:
     least = int(gb.solve(tight(1), objective="peak_memory", **options).value)
     with pytest.raises(InfeasibleError, match=r"none of those tried within time_limit=0 does"):
         gb.solve(tight(1), memory_limit=least - 1, time_limit=0, **options)
+
+
+def test_the_last_resort_under_a_time_limit_repeats_no_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The splits with most room are the same, whichever objective is asked about."""
+    options = {"partitions": 6, "checkpoint": "never", "schedule": "1f1b"}
+    least = int(gb.solve(tight(1), objective="peak_memory", **options).value)
+    with_most_room, tried = best._with_most_room, list[str]()
+
+    def counted(posed: Posed) -> gb.Plan | None:
+        tried.append(posed.question.objective)
+        return with_most_room(posed)
+
+    monkeypatch.setattr(best, "_with_most_room", counted)
+    with pytest.raises(InfeasibleError):
+        gb.solve(tight(1), memory_limit=least - 1, time_limit=0, **options)
+    assert tried == ["makespan"]
 
 
 @pytest.mark.parametrize("checkpoint", ["auto", "except_last", "never"])

@@ -1,8 +1,8 @@
-"""Which split is best: the solver's answer, and what only a whole split can tell.
+"""Which split is best: the solver's answer, and what only timelines or further tries can tell.
 
 Read in this order: `solved` (the solver for a question, and its answer); `lower_bounds` (what no
 plan of a question can undercut, found quickly); `all_ways` and `best_way` (every split, where only
-all cuts tell what fits); `learned` (what plans have shown that runs of layers need); `open_modes`
-(checkpoint modes that the question leaves open); `best` (the best of all questions: every number of
-micro-batches, every order of devices).
+a timeline tells what fits); `lower_limits` (the search under lower limits until a plan fits);
+`open_modes` (checkpoint modes that the question leaves open); `best` (the best of all questions:
+every number of micro-batches, every order of devices).
 """
