@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -81,9 +80,11 @@ def notes_on_threads(plain: Sequence[PlainTimes]) -> list[str]:
         >>> note.partition(",")[0]
         'The plain model takes 9.0 times as long with 2 threads as with 1 thread'
     """
-    runs = sorted((run for run in plain if run.threads), key=lambda run: run.threads or 0)
-    for fewer, more in pairwise(runs):
-        if fewer.step_time and more.step_time / fewer.step_time >= SLOWED:
+    runs = [run for run in plain if run.threads and run.step_time]
+    for more in runs:
+        others = [run for run in runs if (run.threads or 0) < (more.threads or 0)]
+        fewer = min(others, key=lambda run: run.step_time, default=more)
+        if more.step_time / fewer.step_time >= SLOWED:
             return [
                 f"The plain model takes {more.step_time / fewer.step_time:.1f} times as long with "
                 f"{more.where} as with {fewer.where}, as where other programs use the cores and "

@@ -66,8 +66,10 @@ def measure_together(
             subjects[:n], n_threads=n_threads, pace=pace, state=state, all_sizes=all_sizes
         )
 
+    if side_by_side == 1:
+        return Together(run(1), 1, [])
     notes = doubts_about_movers(names)
-    if not notes and side_by_side > 1:
+    if not notes:
         subjects += [make(k) for k in range(1, side_by_side)]
         common = _common(*subjects[:2])
         if common:
@@ -79,7 +81,7 @@ def measure_together(
         try:
             return Together(run(side_by_side), side_by_side, [])
         except ProfileError as error:
-            if side_by_side == 1 or is_out_of_memory(error):
+            if is_out_of_memory(error):
                 raise
             why = text_of(error).partition("\n")[0]
         notes.append(f"measured in one thread, because with a copy in a second one {why}")

@@ -10,8 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gpipebal.errors import UsageError
+from gpipebal.text import one_line
 
 __all__ = ["call_function", "named_by_path"]
+
+#: Defaults that make a parameter longer than this are left out of errors.
+_LONGEST = 60
 
 
 def call_function(name: str, arguments: Mapping[str, Any]) -> Any:
@@ -76,6 +80,12 @@ def named_by_path(module_name: str, attribute: str) -> UsageError:
     )
 
 
+def _shown(parameter: inspect.Parameter) -> str:
+    """Write a parameter as in the code, without its annotation; a default only if it is short."""
+    text = one_line(str(parameter.replace(annotation=inspect.Parameter.empty)))
+    return text if len(text) <= _LONGEST else f"{parameter.name}=..."
+
+
 def _check_arguments(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
     """Refuse arguments that the user's function does not take, or missing ones that it needs."""
     try:
@@ -85,7 +95,7 @@ def _check_arguments(name: str, function: Callable[..., Any], given: Mapping[str
     try:
         signature.bind(**given)
     except TypeError as error:
-        takes = ", ".join(map(str, signature.parameters.values())) or "no argument"
+        takes = ", ".join(map(_shown, signature.parameters.values())) or "no argument"
         raise UsageError(
             f"function cannot be called with these arguments: {name!r} with {dict(given)} "
             f"({error}; it takes {takes}).\nFix: --set NAME=VALUE for each argument without a "

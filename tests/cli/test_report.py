@@ -84,4 +84,8 @@ def test_a_note_says_where_more_threads_are_slower() -> None:
     assert "OMP_WAIT_POLICY=passive" in note
     assert not notes_on_threads([one, PlainTimes("2 threads", 2, (1.9,))])
     assert not notes_on_threads([one, PlainTimes("cuda:0", None, (9.0,))])
+    assert not notes_on_threads([one, replace(one, step_times=(9.0, 9.0))])
+    slower = [PlainTimes(f"{n} threads", n, (seconds,)) for n, seconds in ((2, 1.9), (8, 3.7))]
+    (note,) = notes_on_threads([*slower, one])
+    assert "3.7 times as long with 8 threads as with 1 thread" in note
     assert not notes_on_threads([])

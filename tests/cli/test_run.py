@@ -420,7 +420,7 @@ def test_partitions_share_one_cuda_device(tmp_path: Path) -> None:
         ({"model": "workloads."}, UsageError, "not known: .*\nFix: workloads:make_model, where"),
         ({"model": "workloads:missing"}, UsageError, "'missing' of module 'workloads' does not"),
         ({"model": "workloads:NOT_A_FUNCTION"}, UsageError, "is of type int"),
-        ({"model": "workloads:needing_arguments"}, UsageError, "these arguments: .*'width'"),
+        ({"model": "workloads:needing_arguments"}, UsageError, "'width'; it takes width"),
         ({"model": "workloads:model_only"}, UsageError, "returned Sequential"),
         ({"model": "workloads:three_things"}, UsageError, "returned tuple of 3"),
         ({"model": "workloads:mapping_without_sample"}, UsageError, "returned dict with 'model'"),

@@ -185,11 +185,10 @@ def test_a_signal_handler_may_run_a_pipeline(function: Callable[..., Any]) -> No
     )
     x = torch.randn(4, 2)
     expected = outer(x)
-    called: list[int] = []
+    called: list[torch.Tensor] = []
 
     def handler() -> None:
-        inner(x)
-        called.append(len(called))
+        called.append(inner(x))
 
     before = state_of(outer)
     for n in range(1, 200):
@@ -198,7 +197,9 @@ def test_a_signal_handler_may_run_a_pipeline(function: Callable[..., Any]) -> No
         if len(called) < n:
             break
     assert called
-    assert torch.equal(outer(x), expected)
+    assert all(torch.equal(output, expected) for output in [*called, outer(x)])
+    for pipe, n_steps in ((inner, len(called)), (outer, n + 2)):
+        assert int(pipe[1].num_batches_tracked) == n_steps
 
 
 def test_another_watch_leaves_the_first_one_alone() -> None:

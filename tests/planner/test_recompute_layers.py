@@ -441,12 +441,13 @@ def test_an_error_says_what_would_fit(limit: Any, reserve: Any) -> None:
         recompute_layers(profile, plan, memory_limit=less, reserve=reserve)
 
 
-def test_an_error_says_whether_modes_would_do() -> None:
+@pytest.mark.parametrize("chunks", [2, 4, 16])
+def test_an_error_says_whether_modes_would_do(chunks: int) -> None:
     """What the text says of `solve` is so, for every limit that runs cannot keep."""
     profile = chain()
-    plan = gb.evaluate(profile, [1, 7], checkpoint="never")
+    plan = gb.evaluate(profile, [1, 7], checkpoint="never", chunks=chunks)
     seen = set()
-    for limit in range(240 * MiB, 340 * MiB, 20 * MiB):
+    for limit in range(220 * MiB, 380 * MiB, 10 * MiB):
         try:
             recompute_layers(profile, plan, memory_limit=limit)
         except InfeasibleError as error:
@@ -455,7 +456,7 @@ def test_an_error_says_whether_modes_would_do() -> None:
             continue
         said = "; or solve with checkpoint='auto', and recompute no single layers." in text
         try:
-            gb.solve(profile, 2, checkpoint="auto", memory_limit=limit)
+            gb.solve(profile, 2, checkpoint="auto", memory_limit=limit, chunks=chunks)
         except InfeasibleError:
             assert not said, limit
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ def test_who_had_no_core_half_of_the_time_says_so(
     alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever way it is measured."""
-    monkeypatch.setattr(cores, "_seconds_waited", lambda: time.perf_counter() / 2)
+    monkeypatch.setattr(CoreWatch, "share_waited", lambda watch: 0.5)
     (flag,) = busy_flags(one_at_a_time=alone)
     assert flag.startswith("busy: at 4 rows threads had no core for 50% of the time")
 
@@ -42,11 +41,7 @@ def test_who_had_one_or_cannot_know_says_nothing(
     share: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A little is the system's own work; and not every system tells."""
-
-    def waited() -> float | None:
-        return None if share is None else share * time.perf_counter()
-
-    monkeypatch.setattr(cores, "_seconds_waited", waited)
+    monkeypatch.setattr(CoreWatch, "share_waited", lambda watch: share)
     assert busy_flags() == []
 
 

@@ -139,6 +139,22 @@ def test_a_weight_behind_a_function_gets_its_memory_back() -> None:
     assert inner.weight.data_ptr() == address
 
 
+def test_where_one_thread_was_asked_for_no_flag_blames_a_layer() -> None:
+    """Nothing is measured otherwise than it would be anyway."""
+    table = torch.eye(4).to_sparse()
+
+    def writes(x: Tensor) -> Tensor:
+        _write_sparse(table)
+        return x * 1
+
+    model = nn.Sequential(nn.Linear(4, 4), Calls(writes))
+    taken = gb.profile_model(
+        model, torch.randn(8, 4), chunks=2, partitions=1, timeout=0, as_pipeline=False
+    )
+    assert taken.provenance["side_by_side"] == 1
+    assert not flags_of(taken)
+
+
 def test_a_tensor_that_stays_where_it_is_may_be_shared() -> None:
     """What is only read, or written in place, is measured in as many threads as anything else."""
     table = torch.zeros(4)

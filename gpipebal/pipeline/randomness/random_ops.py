@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
-from torch._C._dynamo import eval_frame
 from torch._guards import TracingContext
 
 from gpipebal.errors import PipelineError
@@ -192,11 +191,13 @@ def _hide_from_compiler() -> None:
     for every state of a generator, up to its limit, and log all of the states' bytes.
     """
     try:
+        from torch._C._dynamo import eval_frame
+
         skip = eval_frame._FrameAction.SKIP
         strategy = eval_frame._FrameExecStrategy(skip, skip)  # the frame, and those in it
         for kernel in (_Catcher._kernel, _Catcher._recurrent_kernel):
             eval_frame.set_code_exec_strategy(kernel.__code__, strategy)
-    except AttributeError:
+    except (ImportError, AttributeError, TypeError, RuntimeError):
         return  # another torch: it draws the same numbers, and compiles more
 
 

@@ -116,7 +116,8 @@ def _infeasible(posed: Posed, plan: Plan, j: int, *, all_tried: bool) -> Infeasi
     fix = "a plan with more partitions, or more and smaller micro-batches"
     if enough is not None:
         fix = _larger_limits(posed, plan, enough)
-    if has_plan(replace(posed.question, checkpoint="auto", deadline=NO_DEADLINE)):
+    asked = replace(posed.question, checkpoint="auto", chunks=(posed.chunks,), deadline=NO_DEADLINE)
+    if has_plan(asked):
         fix += "; or solve with checkpoint='auto', and recompute no single layers"
     which, least = "whichever of its layers are recomputed", "at least"
     if not all_tried:
