@@ -278,8 +278,7 @@ def _most(stream: Stream, j: int) -> int:
     begins a forward, or a backward, the neighbour has begun all but the last few of those before. A
     recompute has ended by then. What waits for the end of an action ends before the next one.
     """
-    is_late = stream.is_held and stream.taken_by == "B"
-    return MOST_WAITING * abs(stream.taker - j) + is_late
+    return MOST_WAITING * abs(stream.taker - j) + stream.is_held
 
 
 def _let_go(cell: Cell, storages: Storages) -> Iterator[tuple[bool, Storages]]:

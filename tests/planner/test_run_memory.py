@@ -341,15 +341,17 @@ def test_what_earlier_runs_hand_through_for_their_recompute_is_bounded() -> None
         assert planned[2].total <= int(most.rows(2, 2, "always")[0])
 
 
+def _some(rng: random.Random, n_storages: int, most: int) -> tuple[int, ...]:
+    """Draw some of the storages, at most so many."""
+    return tuple(rng.sample(range(n_storages), min(n_storages, rng.randint(0, most))))
+
+
 @settings(max_examples=examples(200), deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from(["gpipe", "1f1b"]))
 def test_what_is_handed_through_in_one_memory_is_bounded(rng: random.Random, schedule: str) -> None:
     """Whatever the modes of other partitions are; values with and without a gradient, and skips."""
-    n, numbers = rng.randint(2, 6), range(rng.randint(1, 4))
-
-    def some(most: int) -> tuple[int, ...]:
-        return tuple(rng.sample(numbers, min(len(numbers), rng.randint(0, most))))
-
+    n, n_storages = rng.randint(2, 6), rng.randint(1, 4)
+    some = partial(_some, rng, n_storages)
     through = some(2)
     layers = tuple(
         LayerProfile(
@@ -367,7 +369,7 @@ def test_what_is_handed_through_in_one_memory_is_bounded(rng: random.Random, sch
     skips = [SkipProfile("x", *sorted(rng.sample(range(n), 2)), some(1))][: rng.randint(0, 1)]
     profile = gb.Profile(
         layers,
-        storages=tuple(rng.choice([1, 10, 100]) for _ in numbers),
+        storages=tuple(rng.choice([1, 10, 100]) for _ in range(n_storages)),
         without_gradient=some(3),
         skips=tuple(skips),
     )
@@ -432,10 +434,7 @@ def test_long_chains_with_skips_across_each_other_are_equal_to_the_byte(
 def _with_many_skips(rng: random.Random) -> gb.Profile:
     """Draw a chain of a dozen layers whose skips lie in each other, cross, and share storages."""
     n, n_storages, tied = 12, rng.choice([4, 12, 40]), (3, 5, 9)
-
-    def some(most: int) -> tuple[int, ...]:
-        return tuple(rng.sample(range(n_storages), rng.randint(0, most)))
-
+    some = partial(_some, rng, n_storages)
     layers = tuple(
         LayerProfile(
             str(k),

@@ -27,7 +27,7 @@ def _seconds_waited() -> float | None:
 class CoreWatch:
     """Tells for what share of the time a thread was ready to run and had no core.
 
-    Waiting for another thread of this process, or for a device, does not count.
+    Waiting until another thread or a device has done its part does not count.
 
     Example:
         >>> watch = CoreWatch()
