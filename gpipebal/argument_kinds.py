@@ -6,7 +6,9 @@ import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
+from dataclasses import fields
 from difflib import get_close_matches
+from functools import cache
 from numbers import Integral, Real
 from operator import index
 from pathlib import Path
@@ -132,20 +134,31 @@ def is_word(value: object, *words: str) -> bool:
     return isinstance(value, str) and value in words
 
 
-def keep_as_tuples(noun: object, *names: str) -> None:
-    """Turn fields of a frozen dataclass into tuples, as they are when it is read from a file.
+def keep_as_tuples(noun: Any) -> None:
+    """Turn all lists of a frozen dataclass into tuples, as they are when it is read from a file.
+
+    Its annotations say which fields are tuples, and which of these may be None.
 
     Args:
         noun: The object, from its ``__post_init__``.
-        names: Fields that are lists.
 
     Raises:
         KindError: one is not a list.
     """
-    for name in names:
+    kind: Any = type(noun)  # mypy does not take a class to be hashable
+    for name, may_be_none in _tuples_of(kind):
         value = getattr(noun, name)
-        if type(value) is not tuple:
+        if type(value) is not tuple and not (value is None and may_be_none):
             object.__setattr__(noun, name, check_list(name, value))
+
+
+@cache
+def _tuples_of(kind: Any) -> list[tuple[str, bool]]:
+    """List the fields of a dataclass that are tuples, and whether each may be None."""
+    types = {item.name: str(item.type) for item in fields(kind)}
+    return [
+        (name, each.endswith("| None")) for name, each in types.items() if each.startswith("tuple")
+    ]
 
 
 def check_mapping(name: str, value: object, fix: str) -> Mapping[Any, Any]:

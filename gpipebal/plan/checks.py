@@ -21,19 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = ["check_chunks", "check_consistent", "check_plan", "check_schedule_known"]
 
-#: Quantities that may be unknown.
-_OPTIONAL = (
-    *("optimizer", "step_time", "pause_time", "equal_split_value", "memory_limit", "weight_time"),
-    *("mini_batch_rows", "optimizer_time"),
-)
-#: Quantities that are whole numbers, in addition to those of `PeakMemory`.
-_WHOLE = ("chunks", "rows", "mini_batch_rows", "memory_limit")
-#: Those of them that are not bytes.
+#: Whole numbers that are not bytes.
 _COUNTS = ("chunks", "rows", "mini_batch_rows")
 #: Values of the objective, which may be a function of the caller's.
 _OF_ANY_UNIT = ("value", "lower_bound", "equal_split_value")
-#: Fields that contain numbers but are not a number.
-_OTHERS = ("sensitivity",)
 _STATUSES = ("optimal", "feasible")
 _TEXT = "a text"
 #: Value and bound may differ by this fraction of the value, by which sums are rounded.
@@ -205,16 +196,13 @@ def _check_sensitivity(plan: Plan) -> None:
 
 def _check_quantities(where: str, noun: Any) -> None:
     """Refuse an invalid time or size: bytes are ints, times are finite, neither negative."""
-    all_whole = isinstance(noun, PeakMemory)
     for item in fields(noun):
         value, name = getattr(noun, item.name), item.name
-        whole = all_whole or name in _WHOLE
-        if name in _OTHERS or ("float" not in str(item.type) and not whole):
+        kind, _, or_none = str(item.type).partition(" | ")
+        if kind not in ("int", "float") or (value is None and or_none):
             continue
-        if value is None and name in _OPTIONAL:
-            continue
-        kinds = (int,) if whole else (int, float)
-        if not _is_number(value, kinds) or value < 0:
+        whole = kind == "int"
+        if not _is_number(value, (int,) if whole else (int, float)) or value < 0:
             expected = COUNT if name in _COUNTS else SIZE if whole else NUMBER
             raise _bad_value(where, name, value, expected)
         if value > MOST and name not in _OF_ANY_UNIT:

@@ -75,7 +75,7 @@ class PartitionPlan:
     weight_time: float | None = None
 
     def __post_init__(self) -> None:
-        keep_as_tuples(self, "layers", "fingerprints")
+        keep_as_tuples(self)
 
 
 def read_part(record: Any, where: str) -> PartitionPlan:

@@ -24,52 +24,32 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COUNT_FIELDS",
-    "LIST_FIELDS",
     "STORAGE_FIELDS",
-    "TEXT_FIELDS",
     "bad_value",
     "check_profile",
 ]
 
-#: Fields of a profile that are lists.
-LIST_FIELDS = (
-    "layers",
-    "storages",
-    "inputs",
-    "common_inputs",
-    "without_gradient",
-    "skips",
-    "ties",
-    "other_sizes",
-)
-#: Fields of a layer that are texts, and those that name storages.
-TEXT_FIELDS = ("name", "kind", "fingerprint")
-STORAGE_FIELDS = (
-    "outputs",
-    "saved",
-    "handed_through",
-    "kept_outputs",
-    "gradient_storages",
-    "through_gradient_storages",
-    "written",
-)
-_STEP_TIMES = (
-    "gather_time",
-    "optimizer_time",
-    "overhead_time",
-    "inside_overhead_time",
-    "cell_overhead_time",
-)
-#: The numbers of a layer, by name: whether each is whole, and whether it may be unknown.
-_NUMBERS = [
-    (field.name, field.name == "flops" or field.name.endswith("_bytes"), field.default is None)
-    for field in fields(LayerProfile)
-    if field.name not in (*TEXT_FIELDS, *STORAGE_FIELDS, *MOMENTS.values())
-]
+
+def _fields_of(kind: Any, *annotations: str) -> tuple[str, ...]:
+    """Name the fields of a dataclass that are annotated so, whether or not they may be None."""
+    every = ((item.name, str(item.type).removesuffix(" | None")) for item in fields(kind))
+    return tuple(name for name, annotation in every if annotation in annotations)
 
 
 #: The whole numbers of a layer: its bytes, and its operations.
-COUNT_FIELDS = tuple(name for name, is_whole, _ in _NUMBERS if is_whole)
+COUNT_FIELDS = _fields_of(LayerProfile, "int")
+#: Its fields that name storages; others with whole numbers are bytes at its `MOMENTS`.
+STORAGE_FIELDS = tuple(
+    name for name in _fields_of(LayerProfile, "tuple[int, ...]") if name not in MOMENTS.values()
+)
+_TEXTS = _fields_of(LayerProfile, "str")
+_STEP_TIMES = _fields_of(StepTerms, "float")
+#: The numbers of a layer, by name: whether each is whole, and whether it may be unknown.
+_NUMBERS = [
+    (item.name, item.name in COUNT_FIELDS, item.default is None)
+    for item in fields(LayerProfile)
+    if item.name in _fields_of(LayerProfile, "int", "float")
+]
 
 
 def check_profile(profile: Profile) -> None:
@@ -247,7 +227,7 @@ def _check_turns(turns: TurnTimes) -> None:
 
 
 def _check_layer(layer: LayerProfile, where: str, n_storages: int) -> None:
-    for name in TEXT_FIELDS:
+    for name in _TEXTS:
         if not isinstance(getattr(layer, name), str):
             raise bad_value(where, name, getattr(layer, name), "a text")
     for name, whole, may_be_unknown in _NUMBERS:

@@ -169,10 +169,7 @@ class LayerProfile:
     fingerprint: str = ""
 
     def __post_init__(self) -> None:
-        keep_as_tuples(self, "outputs", "saved", "handed_through", "kept_outputs", "written")
-        keep_as_tuples(self, "through_gradient_storages", *MOMENTS.values())
-        if self.gradient_storages is not None:
-            keep_as_tuples(self, "gradient_storages")
+        keep_as_tuples(self)
 
     @property
     def time(self) -> float:
@@ -202,9 +199,7 @@ class SkipProfile:
     gradient_storages: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        keep_as_tuples(self, "storages")
-        if self.gradient_storages is not None:
-            keep_as_tuples(self, "gradient_storages")
+        keep_as_tuples(self)
 
 
 @dataclass(frozen=True)
@@ -224,7 +219,7 @@ class TieProfile:
     gradient_bytes: int
 
     def __post_init__(self) -> None:
-        keep_as_tuples(self, "layers")
+        keep_as_tuples(self)
 
 
 @dataclass(frozen=True)
@@ -327,7 +322,7 @@ class StepTerms:
     turns: TurnTimes | None = None
 
     def __post_init__(self) -> None:
-        keep_as_tuples(self, "gathered", "optimizer_groups")
+        keep_as_tuples(self)
         groups = [check_list("optimizer_groups", group) for group in self.optimizer_groups]
         object.__setattr__(self, "optimizer_groups", tuple(groups))
 

@@ -12,7 +12,7 @@ from gpipebal.argument_kinds import check_list, check_whole, keep_as_tuples
 from gpipebal.errors import KindError
 from gpipebal.files import read_noun, write_record
 from gpipebal.html import profile_html
-from gpipebal.profile.checks import LIST_FIELDS, STORAGE_FIELDS, check_profile
+from gpipebal.profile.checks import STORAGE_FIELDS, check_profile
 from gpipebal.profile.given import parts_of_costs
 from gpipebal.profile.gradients import GradientFlow, find_flow
 from gpipebal.profile.layer import MOMENTS, LayerProfile, SkipProfile, StepTerms, TieProfile
@@ -85,7 +85,7 @@ class Profile:
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        keep_as_tuples(self, *LIST_FIELDS)
+        keep_as_tuples(self)
         check_list("other_sizes", self.other_sizes, Profile)
         check_profile(self)
 
