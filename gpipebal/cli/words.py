@@ -16,7 +16,7 @@ from gpipebal.cli.standard_output import libraries_on_standard_error
 from gpipebal.cli.typed import NOTHING, SIZES, Typed, size_word
 from gpipebal.errors import UsageError
 from gpipebal.files import why_not_writable
-from gpipebal.models.catalogue import CATALOGUE
+from gpipebal.models.catalogue import CATALOGUE, read_word
 
 __all__ = [
     "BAD_INPUT",
@@ -310,8 +310,6 @@ def model_arguments(options: argparse.Namespace) -> Mapping[str, Any]:
     Raises:
         UsageError: a word is not ``NAME=VALUE``.
     """
-    from gpipebal.models.arguments import read_word
-
     arguments = {}
     for word in options.set:
         name, equals, value = word.partition("=")

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipebal.models.arguments import check_arguments
+from gpipebal.models.catalogue import check_arguments
 
 __all__ = ["AmoebaCell", "amoebanetd"]
 

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipebal.models.amoebanet import amoebanetd
-from gpipebal.models.arguments import check_arguments
-from gpipebal.models.catalogue import CATALOGUE, Description
+from gpipebal.models.catalogue import CATALOGUE, Description, check_arguments
 from gpipebal.models.gpt import gpt
 from gpipebal.models.resnet import resnet101
 from gpipebal.models.unet import unet

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipebal.errors import UsageError
-from gpipebal.models.arguments import check_arguments
+from gpipebal.models.catalogue import check_arguments
 
 __all__ = ["Attention", "Embedding", "FeedForward", "gpt"]
 

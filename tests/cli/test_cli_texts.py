@@ -14,7 +14,7 @@ import pytest
 from gpipebal import Profile, evaluate, plots, simulate, solve
 from gpipebal.cli import _parser, main, words
 from gpipebal.cli.words import BAD_INPUT, NO_PLAN, with_flags, within_reach
-from gpipebal.models.arguments import read_word
+from gpipebal.models.catalogue import read_word
 from gpipebal.plan import Plan
 from gpipebal.planner.quantiles import at_quantile
 from gpipebal.problem import Link

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import gpipebal.models
 from gpipebal.errors import UsageError
 from gpipebal.models import CATALOGUE, MODELS, entries, resnet, resnet101
-from gpipebal.models.arguments import check_arguments, read_word
+from gpipebal.models.catalogue import check_arguments, read_word
 from gpipebal.run import load_workload
 
 BLOCK_PARTS = ("identity", "conv1", "bn1", "relu1", "conv2", "bn2", "relu2", "conv3", "bn3")
