@@ -73,55 +73,48 @@ def parts_of(record: Mapping[str, Any], kind: type[_Profile]) -> _Profile:
 
 
 def _profile(record: Any, kind: type[_Profile], *, has_others: bool = True) -> _Profile:
-    content = without_header(record, FORMAT, VERSION)
-    content = fields_of(content, "", kind, also=kind.__dataclass_fields__)
-    others = tuple_of(content["other_sizes"], "other_sizes")
-    if others and not has_others:
+    content = _content(kind, without_header(record, FORMAT, VERSION), "")
+    n_others = len(content["other_sizes"])
+    if n_others and not has_others:
         raise ProfileError(
             "a profile at another number of rows has other sizes itself: "
-            f"len(other_sizes)={len(others)} (expected 0)."
+            f"len(other_sizes)={n_others} (expected 0)."
         )
-    numbers = {
-        name: tuple_of(content[name], name)
-        for name in ("storages", "inputs", "common_inputs", "without_gradient")
-    }
-    return kind(
-        **numbers,
-        layers=_each(_layer, content["layers"], "layers"),
-        rows=content["rows"],
-        mini_batch_rows=content["mini_batch_rows"],
-        chunks=content["chunks"],
-        step=_step(content["step"], "step"),
-        skips=_each(partial(_part, SkipProfile), content["skips"], "skips"),
-        ties=_each(partial(_part, TieProfile), content["ties"], "ties"),
-        other_sizes=tuple(_other(other, kind, k) for k, other in enumerate(others)),
-        provenance=deepcopy(object_of(content["provenance"], "provenance")),
-    )
+    content["layers"] = _each(_layer, content["layers"], "layers")
+    content["step"] = _step(content["step"], "step")
+    content["skips"] = _each(partial(_part, SkipProfile), content["skips"], "skips")
+    content["ties"] = _each(partial(_part, TieProfile), content["ties"], "ties")
+    content["other_sizes"] = _each(partial(_other, kind), content["other_sizes"], "other_sizes")
+    content["provenance"] = deepcopy(object_of(content["provenance"], "provenance"))
+    return kind(**content)
 
 
-def _other(record: Any, kind: type[_Profile], number: int) -> _Profile:
+def _other(kind: type[_Profile], record: Any, where: str) -> _Profile:
     """Make a profile at another number of rows."""
     try:
         return _profile(record, kind, has_others=False)
     except (TypeError, ValueError) as error:
-        raise FileFormatError(f"{path_in('other_sizes', number)}: {error}") from error
+        raise FileFormatError(f"{where}: {error}") from error
 
 
-def _each(make: Callable[[Any, str], _Part], records: Any, where: str) -> tuple[_Part, ...]:
-    """Make parts of a profile of a list of records."""
-    return tuple(make(one, path_in(where, k)) for k, one in enumerate(tuple_of(records, where)))
+def _each(
+    make: Callable[[Any, str], _Part], records: tuple[Any, ...], where: str
+) -> tuple[_Part, ...]:
+    """Make parts of a profile of their records."""
+    return tuple(make(one, path_in(where, k)) for k, one in enumerate(records))
 
 
 def _step(record: Any, where: str) -> StepTerms:
-    content = fields_of(record, where, StepTerms, also=StepTerms.__dataclass_fields__)
-    kinds: Mapping[str, Any] = {"side_by_side": AloneShares, "turns": TurnTimes}
-    for name, kind in kinds.items():
+    content = _content(StepTerms, record, where)
+    makers: Mapping[str, Callable[[Any, str], Any]] = {
+        "side_by_side": partial(_part, AloneShares),
+        "turns": partial(_part, TurnTimes),
+        "loss": _layer,
+        "whole_loss": _layer,
+    }
+    for name, make in makers.items():
         if content[name] is not None:
-            content[name] = _part(kind, content[name], path_in(where, name))
-    for name in ("loss", "whole_loss"):
-        if content[name] is not None:
-            content[name] = _layer(content[name], path_in(where, name))
-    content["gathered"] = tuple_of(content["gathered"], path_in(where, "gathered"))
+            content[name] = make(content[name], path_in(where, name))
     groups = content["optimizer_groups"]
     content["optimizer_groups"] = _each(tuple_of, groups, path_in(where, "optimizer_groups"))
     return StepTerms(**content)
@@ -129,19 +122,25 @@ def _step(record: Any, where: str) -> StepTerms:
 
 def _layer(record: Any, where: str) -> LayerProfile:
     # Small files leave out what has its default (`profiles/make.py`).
-    return _part(LayerProfile, record, where, also=("saved", "outputs"))
+    return LayerProfile(**_content(LayerProfile, record, where, also=("saved", "outputs")))
 
 
-def _part(kind: type[_Part], record: Any, where: str, also: Collection[str] | None = None) -> _Part:
-    """Make a part of a profile, whose numbers are checked later.
+def _part(kind: type[_Part], record: Any, where: str) -> _Part:
+    return kind(**_content(kind, record, where))
+
+
+def _content(
+    kind: Any, record: Any, where: str, also: Collection[str] | None = None
+) -> dict[str, Any]:
+    """Return the fields of a profile or a part of one: lists as tuples, texts as they are.
 
     Args:
         kind: Its class.
-        record: Its record.
+        record: Its record, whose numbers are checked later.
         where: Its place in the file.
         also: Fields that must be there although they have defaults; None: all.
     """
-    every: Mapping[str, Any] = kind.__dataclass_fields__  # type: ignore[attr-defined]
+    every: Mapping[str, Any] = kind.__dataclass_fields__
     content = fields_of(record, where, kind, also=every if also is None else also)
     for name, value in content.items():
         field = every[name]
@@ -151,4 +150,4 @@ def _part(kind: type[_Part], record: Any, where: str, also: Collection[str] | No
             content[name] = tuple_of(value, path_in(where, name))
         elif field.type == "str":
             text_of(value, path_in(where, name))
-    return kind(**content)
+    return content
