@@ -19,6 +19,7 @@ __all__ = [
     "NUMBER",
     "SIZE",
     "WHOLE",
+    "another_kind",
     "check_missing",
     "check_unknown",
     "damaged",
@@ -104,7 +105,7 @@ def object_of(value: Any, where: str) -> dict[str, Any]:
         KindError: it is of another kind.
     """
     if not isinstance(value, Mapping):
-        raise _another_kind(where, value, "an object with named values")
+        raise another_kind(where, value, "an object with named values")
     return dict(value)
 
 
@@ -181,7 +182,7 @@ def tuple_of(value: Any, where: str) -> tuple[Any, ...]:
         KindError: it is of another kind.
     """
     if not isinstance(value, (list, tuple)):
-        raise _another_kind(where, value, "a list")
+        raise another_kind(where, value, "a list")
     return tuple(value)
 
 
@@ -192,11 +193,11 @@ def text_of(value: Any, where: str) -> str:
         KindError: it is of another kind.
     """
     if not isinstance(value, str):
-        raise _another_kind(where, value, "a text")
+        raise another_kind(where, value, "a text")
     try:
         value.encode()
     except UnicodeEncodeError:  # a half of a surrogate pair is not a character
-        raise _another_kind(where, value, "a text of whole characters") from None
+        raise another_kind(where, value, "a text of whole characters") from None
     return value
 
 
@@ -211,10 +212,18 @@ def damaged(noun: str, error: Exception, fix: str) -> FileFormatError:
     return FileFormatError(f"{noun} is damaged: {str(error).splitlines()[0]}\nFix: {fix}")
 
 
-def _another_kind(where: str, value: Any, expected: str) -> KindError:
+def another_kind(where: str, value: Any, expected: str, fix: str | None = None) -> KindError:
+    """Return the error for a value of another kind.
+
+    Args:
+        where: Its place in the record.
+        value: The value.
+        expected: What it can be.
+        fix: What to do about it; None: give what is expected.
+    """
     return KindError(
         f"value is of another kind: {where}={value!r:.60} (expected {expected}).\n"
-        f"Fix: give {expected}."
+        f"Fix: {fix or f'give {expected}'}."
     )
 
 

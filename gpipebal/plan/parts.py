@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpipebal.argument_kinds import keep_as_tuples
-from gpipebal.errors import KindError
-from gpipebal.records import fields_of, path_in, text_of, tuple_of
+from gpipebal.records import another_kind, fields_of, path_in, text_of, tuple_of
 
 __all__ = ["PartitionPlan", "PeakMemory", "read_part", "read_run"]
 
@@ -109,8 +108,6 @@ def read_run(ends: Any, where: str) -> range:
     """
     found = tuple_of(ends, where)
     if len(found) != 2 or not all(type(end) is int for end in found):
-        raise KindError(
-            f"value is of another kind: {where}={ends!r:.60} (expected two whole numbers: the "
-            "first layer, and one past the last).\nFix: give ranges of layers."
-        )
+        expected = "two whole numbers: the first layer, and one past the last"
+        raise another_kind(where, ends, expected, "give ranges of layers")
     return range(*found)

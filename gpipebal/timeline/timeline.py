@@ -16,6 +16,7 @@ from gpipebal.errors import KindError, ProfileError
 from gpipebal.files import read_noun, write_record
 from gpipebal.html import timeline_html
 from gpipebal.records import (
+    another_kind,
     check_missing,
     damaged,
     fields_of,
@@ -364,8 +365,6 @@ def _event(values: Any, number: int) -> Event:
     where = path_in("events", number)
     found = tuple_of(values, where)
     if len(found) != len(Event._fields):
-        raise KindError(
-            f"value is of another kind: {where}={values!r:.60} (expected {len(Event._fields)} "
-            f"values: {', '.join(Event._fields)}).\nFix: give all of them."
-        )
+        expected = f"{len(Event._fields)} values: {', '.join(Event._fields)}"
+        raise another_kind(where, values, expected, "give all of them")
     return Event(*found)
