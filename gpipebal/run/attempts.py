@@ -13,12 +13,12 @@ from statistics import median
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from gpipebal.copies import deep_copy
 from gpipebal.pipeline import GPipe
 from gpipebal.plan import Plan
 from gpipebal.profiler.chain.failures import is_out_of_memory
+from gpipebal.profiler.times.progress import progress_bar
 from gpipebal.run.training import PipelineTrainer, timed
 from gpipebal.run.workload import Workload
 from gpipebal.text import aligned
@@ -77,13 +77,12 @@ def try_plans(
     times: list[list[float]] = [[] for _ in plans]
     failures: dict[int, str] = {}
     model = deep_copy(workload.model, {})
-    hidden = None if progress is None else not progress
-    with tqdm(total=TURNS * len(plans), desc="trying", leave=False, disable=hidden) as bar:
+    with progress_bar("trying", TURNS * len(plans), progress) as advance:
         for turn in range(TURNS):
             # Forwards and then in reverse, so that a drift of the machine affects all alike.
             order = range(len(plans)) if turn % 2 == 0 else reversed(range(len(plans)))
             for k in order:
-                bar.update()
+                advance()
                 if k in failures:
                     continue
                 try:

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from gpipebal.pipeline import GPipe, measure_memory, trace
 from gpipebal.pipeline.layers.devices import visible_cores
 from gpipebal.profiler.chain.failures import is_out_of_memory
 from gpipebal.profiler.setting import threads_set
 from gpipebal.profiler.step.optimizer import Optimizers
+from gpipebal.profiler.times.progress import progress_bar
 from gpipebal.report import PlainTimes
 from gpipebal.run.training import PipelineTrainer, PlainTrainer, timed
 from gpipebal.run.workload import Workload, default_optimizer
@@ -84,24 +84,20 @@ def train_in_turns(
     timelines: list[Timeline] = []
     notes: list[str] = []
     plain: PlainTrainer | None = None
-    hidden = None if progress is None else not progress
     n_steps = (steps + 1) * (1 + len(ways))
-    with (
-        trace(pipe) as recorder,
-        tqdm(total=n_steps, desc="training", leave=False, disable=hidden) as bar,
-    ):
+    with trace(pipe) as recorder, progress_bar("training", n_steps, progress) as advance:
         while len(step_times) <= steps:
             is_plains_turn = False
             try:
                 step_times.append(timed(trainer.step, pipe.devices))
                 timelines.append(recorder.timeline)
-                bar.update()
+                advance()
                 is_plains_turn = True
                 for where, threads in ways:
                     plain = plain or PlainTrainer(plain_model, workload, pipe.chunks, place)
                     with threads_set(threads):
                         times[where].append(timed(plain.step, [place]))
-                    bar.update()
+                    advance()
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) or not (plain or is_plains_turn):
                     raise
