@@ -30,8 +30,8 @@ __all__ = [
     "label_layers",
     "new_axes",
     "note",
-    "plain_numbers",
     "points",
+    "style_ticks",
     "text_width",
 ]
 
@@ -140,8 +140,7 @@ def add_headline(ax: Axes, title: str, entries: Sequence[Any] = (), below: float
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set_linewidth(0.6)
-    ax.tick_params(labelsize=FONT_SIZE, width=0.6, length=3)
-    plain_numbers(ax)
+    style_ticks(ax)
     ax.xaxis.label.set_fontsize(CAPTION_SIZE)
     ax.yaxis.label.set_fontsize(CAPTION_SIZE)
     width, _ = points(ax)
@@ -178,10 +177,11 @@ def add_headline(ax: Axes, title: str, entries: Sequence[Any] = (), below: float
     ax.set_title(lines, loc="left", fontsize=TITLE_SIZE, pad=pad)
 
 
-def plain_numbers(ax: Axes) -> None:
-    """Write ticks as plain numbers: a power of ten is in the unit, not at an axis's end."""
+def style_ticks(ax: Axes) -> None:
+    """Write ticks small, as plain numbers: a power of ten is in the unit, not at an axis's end."""
     from matplotlib.ticker import ScalarFormatter
 
+    ax.tick_params(labelsize=FONT_SIZE, width=0.6, length=3)
     for axis in (ax.xaxis, ax.yaxis):
         formatter = axis.get_major_formatter()
         if isinstance(formatter, ScalarFormatter):

@@ -11,15 +11,14 @@ from gpipebal.errors import UsageError
 from gpipebal.plan import Plan
 from gpipebal.plots.axes import (
     CAPTION_SIZE,
-    FONT_SIZE,
     add_headline,
     axes_or_new,
     fits,
     index_step,
     ink_of,
     note,
-    plain_numbers,
     points,
+    style_ticks,
     text_width,
 )
 from gpipebal.plots.style import IDLE, idle_patch, partition_colours, scale_bytes, scale_seconds
@@ -172,6 +171,5 @@ def _draw_memory(
     right.set_ylabel(label, size=CAPTION_SIZE)
     right.spines[["top", "left", "bottom"]].set_visible(False)
     right.spines["right"].set_linewidth(0.6)
-    plain_numbers(right)
-    right.tick_params(labelsize=FONT_SIZE, width=0.6, length=3)
+    style_ticks(right)
     return entries

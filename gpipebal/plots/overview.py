@@ -68,15 +68,12 @@ def plot_run(
     layers = figure.add_subplot(grid[0, 0])
     partitions = figure.add_subplot(grid[0, 1])
     timeline = figure.add_subplot(grid[1, :])
+    one_mode = isinstance(plan.checkpoint, str)
+    checkpoint = f"checkpoint={plan.checkpoint!r}" if one_mode else "checkpoint by partition"
     figure.suptitle(
         f"{count(plan.n_layers, 'layer')} on {count(plan.n_partitions, 'partition')}, "
         f"{count(plan.chunks, 'micro-batch')} of {count(plan.rows, 'row')}, "
-        + f"{plan.schedule}, "
-        + (
-            f"checkpoint={plan.checkpoint!r}"
-            if isinstance(plan.checkpoint, str)
-            else "checkpoint by partition"
-        ),
+        f"{plan.schedule}, {checkpoint}",
         x=0.01,
         ha="left",
         fontsize=12.5,

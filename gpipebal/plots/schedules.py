@@ -22,7 +22,6 @@ from gpipebal.units import count, format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 __all__ = ["plot_schedules"]
 
@@ -59,7 +58,9 @@ def plot_schedules(table: ScheduleTable, *, ax: Axes | None = None) -> Axes:
     ax.set_ylim(len(rows) - 0.5, -0.5)
     ax.set_xlabel(f"makespan [{unit}]")
     # The names take their space from the axes, whose width decides on all other texts.
-    _figure(ax).draw_without_rendering()
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    figure.draw_without_rendering()
     width = points(ax)[0]
     texts = _texts(rows, width)
     room = max((text_width(text) for text in texts), default=0.0) + 8
@@ -97,12 +98,6 @@ def plot_schedules(table: ScheduleTable, *, ax: Axes | None = None) -> Axes:
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
     return ax
-
-
-def _figure(ax: Axes) -> Figure:
-    figure = ax.get_figure(root=True)
-    assert figure is not None
-    return figure
 
 
 def _name(row: ScheduleRow) -> str:

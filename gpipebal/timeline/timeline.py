@@ -143,11 +143,7 @@ class Timeline:
 
     @property
     def _device_times(self) -> list[float]:
-        if self.devices is None:
-            return self._busy_times
-        times = [0.0] * self.n_devices
-        for device, time in zip(self.devices, self._busy_times, strict=True):
-            times[device] += time
+        times: list[float] = np.bincount(self.placement, weights=self._busy_times).tolist()
         return times
 
     def check(self) -> None:
