@@ -28,6 +28,19 @@ _TURNS = {
 }
 
 
+#: What stands in for the times of a kind of actions that are None.
+_INSTEAD = {
+    "no_grad_forward": "forward",
+    "forward_after_backward": "forward",
+    "no_grad_forward_after_backward": "no_grad_forward",
+    "recompute_after_forward": "recompute",
+    "backward_after_forward": "backward",
+    "first_forward": "forward_after_backward",
+    "first_no_grad_forward": "no_grad_forward_after_backward",
+    "first_backward": "backward",
+}
+
+
 @dataclass(frozen=True)
 class Durations:
     """Seconds of every partition for one micro-batch; all micro-batches are alike.
@@ -111,6 +124,11 @@ class Durations:
     def n_partitions(self) -> int:
         """Number of partitions."""
         return len(self.forward)
+
+    def times_of(self, name: str) -> Times:
+        """Return the times of a kind of actions, by its field, or what stands in for them."""
+        times: Times | None = getattr(self, name)
+        return self.times_of(_INSTEAD[name]) if times is None else times
 
     @property
     def input_gradients(self) -> Times:

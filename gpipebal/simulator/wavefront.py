@@ -105,9 +105,7 @@ def _sweep_1f1b(order: Order, durations: Durations) -> tuple[Floats, Floats, Flo
     redoes = np.array([mode != "never" and m > 1 for mode in order.modes])
     redoes[-1] = False
     spares = redoes & np.array([mode == "except_last" for mode in order.modes])
-    again = forward
-    if durations.no_grad_forward is not None:
-        again = np.where(redoes, durations.no_grad_forward, forward)
+    again = np.where(redoes, durations.times_of("no_grad_forward"), forward)
     redone = np.where(redoes, recompute, 0.0)
 
     # clock[1 + j]: when partition j is done with its last action; no partition is at either end.
@@ -162,9 +160,7 @@ def _sweep_gpipe(
     recomputes = np.array([mode != "never" for mode in order.modes])
     spares = np.array([mode == "except_last" for mode in order.modes])
     forward, recompute, backward = _columns(durations)
-    again = forward
-    if durations.no_grad_forward is not None:
-        again = np.where(recomputes, durations.no_grad_forward, forward)
+    again = np.where(recomputes, durations.times_of("no_grad_forward"), forward)
 
     # clock[j]: when partition j is done with what it has been given so far.
     clock = np.zeros(n)

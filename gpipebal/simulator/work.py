@@ -20,12 +20,28 @@ if TYPE_CHECKING:
 
 __all__ = ["Work", "work_of"]
 
-#: A forward of a micro-batch that is recomputed: a kind of its own in tables of durations.
-F_AGAIN = len(KINDS)
-#: The numbers of these kinds after an action of the other kind (a recompute: of its own kind), and
-#: as the first ones of a step.
-TURNED = {kind: F_AGAIN + 1 + k for k, kind in enumerate((F, R, B, F_AGAIN))}
-FIRST = {kind: F_AGAIN + 1 + len(TURNED) + k for k, kind in enumerate((F, F_AGAIN, B))}
+#: Rows of the table of durations, by their names in `Durations`: first the kinds of actions.
+_ROWS = (
+    *("forward", "recompute", "backward", "input_gradients", "weight_gradients"),
+    *("no_grad_forward", "forward_after_backward", "no_grad_forward_after_backward"),
+    *("recompute_after_forward", "backward_after_forward"),
+    *("first_forward", "first_no_grad_forward", "first_backward"),
+)
+#: The row of a forward of a micro-batch that is recomputed.
+F_AGAIN = _ROWS.index("no_grad_forward")
+#: The rows of actions after one of the other kind (a recompute: of its own kind), and of the first
+#: ones of a step, by the rows that they would have otherwise.
+TURNED = {
+    F: _ROWS.index("forward_after_backward"),
+    F_AGAIN: _ROWS.index("no_grad_forward_after_backward"),
+    R: _ROWS.index("recompute_after_forward"),
+    B: _ROWS.index("backward_after_forward"),
+}
+FIRST = {
+    F: _ROWS.index("first_forward"),
+    F_AGAIN: _ROWS.index("first_no_grad_forward"),
+    B: _ROWS.index("first_backward"),
+}
 
 
 @dataclass
@@ -124,7 +140,8 @@ def work_of(
         rows = np.where(again, np.uint8(F_AGAIN), kinds)
     if durations.has_turns:
         rows = _with_turns(order, rows, first_backwards=durations.first_backward is not None)
-    work = Work(order, need, _look_up(_device_times(durations), rows, partitions))
+    times = np.array([durations.times_of(name) for name in _ROWS], dtype=np.float64)
+    work = Work(order, need, _look_up(times, rows, partitions))
     if durations.has_transfers:
         into = _transfer_times(order, durations)
         # A transfer into a partition leaves its neighbour: a forward goes one partition on.
@@ -197,35 +214,6 @@ def _look_up(table: Floats, rows: Ints, columns: Ints) -> Floats:
     found = np.zeros(len(rows) + 2)
     np.take(table.ravel(), rows * np.int64(table.shape[1]) + columns, out=found[: len(rows)])
     return found
-
-
-def _device_times(durations: Durations) -> Floats:
-    """Return a row of seconds for each kind, then `F_AGAIN`, `TURNED` and `FIRST`."""
-    again = durations.forward if durations.no_grad_forward is None else durations.no_grad_forward
-
-    def given(times: tuple[float, ...] | None, otherwise: tuple[float, ...]) -> tuple[float, ...]:
-        return otherwise if times is None else times
-
-    turned = given(durations.forward_after_backward, durations.forward)
-    again_turned = given(durations.no_grad_forward_after_backward, again)
-    return np.array(
-        [
-            durations.forward,
-            durations.recompute,
-            durations.backward,
-            durations.input_gradients,
-            durations.weight_gradients,
-            again,
-            turned,
-            given(durations.recompute_after_forward, durations.recompute),
-            given(durations.backward_after_forward, durations.backward),
-            again_turned,
-            given(durations.first_forward, turned),
-            given(durations.first_no_grad_forward, again_turned),
-            given(durations.first_backward, durations.backward),
-        ],
-        dtype=np.float64,
-    )
 
 
 def _transfer_times(order: Order, durations: Durations) -> Floats:
