@@ -64,6 +64,11 @@ class EventTable(Sequence[Event]):
         )
 
     @property
+    def span(self) -> tuple[float, float]:
+        """Seconds of the first start and of the last end; zeros without events."""
+        return (float(self.starts.min()), float(self.ends.max())) if len(self) else (0.0, 0.0)
+
+    @property
     def computes(self) -> NDArray[np.bool_]:
         """Whether each event keeps its device busy."""
         return _COMPUTES[self.kinds]

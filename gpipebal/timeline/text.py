@@ -25,7 +25,7 @@ def draw_rows(
     width: int,
     devices: Sequence[int] | None = None,
     *,
-    evenly: bool = True,
+    within: tuple[float, float] | None = None,
     numbered: bool = True,
 ) -> list[str]:
     r"""Draw one row of characters per device; all have the same length, `width` at most.
@@ -38,7 +38,8 @@ def draw_rows(
         n_rows: Number of devices.
         width: The most columns.
         devices: Device of each partition; None: partition j is on device j.
-        evenly: Whether there may be fewer columns, so that each clock has equally many.
+        within: Seconds at which the axis begins and ends, which then has all columns; None: where
+            the events do, with fewer columns if that gives each clock equally many.
         numbered: Whether every event is of one micro-batch, whose number is shown.
 
     Example:
@@ -48,9 +49,9 @@ def draw_rows(
         ..00AAAA
     """
     table = EventTable.of(events)
-    origin = float(table.starts.min(initial=np.inf)) if len(table) else 0.0
-    makespan = float(table.ends.max(initial=0.0)) - origin if len(table) else 0.0
-    columns = _count_columns(table, origin, makespan, width) if evenly else width
+    origin, end = within or table.span
+    makespan = end - origin
+    columns = _count_columns(table, origin, makespan, width) if within is None else width
     rows = [["."] * columns for _ in range(n_rows)]
     if makespan > 0:
         shown = table.pick(table.computes)
@@ -81,10 +82,7 @@ def draw_launches(table: EventTable, columns: int) -> str | None:
         launches.starts,
         launches.ends,
     )
-    first, last = float(table.starts.min()), float(table.ends.max())
-    # Two events without length keep the axis as long as the whole timeline.
-    frame = [Event(0, "F", 0, time, time) for time in (first, last)]
-    return draw_rows([*as_forwards, *frame], 1, columns, evenly=False)[0]
+    return draw_rows(as_forwards, 1, columns, within=table.span)[0]
 
 
 def legend(table: EventTable, *, numbered: bool = True) -> str:

@@ -103,12 +103,13 @@ class Timeline:
     @property
     def start(self) -> float:
         """Seconds at which the first event starts; 0.0 without events."""
-        return float(self.table.starts.min()) if len(self.events) else 0.0
+        return self.table.span[0]
 
     @property
     def makespan(self) -> float:
         """Seconds from the first start to the last end; 0.0 without events."""
-        return float(self.table.ends.max()) - self.start if len(self.events) else 0.0
+        start, end = self.table.span
+        return end - start
 
     @property
     def chunks(self) -> int:
