@@ -16,7 +16,7 @@ from gpipebal.files import read_noun, write_record
 from gpipebal.html import plan_html
 from gpipebal.plan.checks import check_consistent, check_plan, check_schedule_known
 from gpipebal.plan.parts import PartitionPlan, read_part, read_run
-from gpipebal.plan.text import explanation, plan_text
+from gpipebal.plan.text import above_mean, explanation, plan_text
 from gpipebal.records import (
     damaged,
     fields_of,
@@ -196,8 +196,7 @@ class Plan:
     @property
     def imbalance(self) -> float:
         """Largest time of a partition's work for one micro-batch over the mean; 1.0 is perfect."""
-        times = [self.micro_batch_time(j) for j in range(self.n_partitions)]
-        return max(times) * len(times) / sum(times) if sum(times) else 1.0
+        return above_mean([self.micro_batch_time(j) for j in range(self.n_partitions)])
 
     @property
     def modes(self) -> tuple[CheckpointMode, ...]:

@@ -14,7 +14,7 @@ from gpipebal.units import count, format_bytes, format_percent, format_seconds
 if TYPE_CHECKING:
     from gpipebal.plan.plan import Plan
 
-__all__ = ["explanation", "format_value", "plan_text"]
+__all__ = ["above_mean", "explanation", "format_value", "plan_text"]
 
 #: A training step so many times as long as the makespan needs a word on what else takes time.
 _FAR_ABOVE = 1.3
@@ -237,7 +237,7 @@ def _slowest(plan: Plan) -> str:
     if copies[j]:
         parts = f"{format_seconds(work[j])} of work and {format_seconds(copies[j])} of copies"
         what = f"{what} ({parts})"
-    what = f"{what}, {_above_mean(times):.2f} times the mean"
+    what = f"{what}, {above_mean(times):.2f} times the mean"
     if plan.overlaps and max(links, default=0.0) > times[j]:
         j, slow = links.index(max(links)), "link"
         what = (
@@ -256,7 +256,8 @@ def _link_times(plan: Plan) -> list[float]:
     return [after.receive_time + before.return_time for before, after in pairwise(plan.partitions)]
 
 
-def _above_mean(times: Sequence[float]) -> float:
+def above_mean(times: Sequence[float]) -> float:
+    """Return how many times the mean the largest time is; 1.0 if all are 0."""
     return max(times) * len(times) / sum(times) if sum(times) else 1.0
 
 
