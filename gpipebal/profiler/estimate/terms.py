@@ -8,11 +8,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import ProfileError
-from gpipebal.pipeline.meter import optimizer_states
 from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profile import LayerProfile
 from gpipebal.profiler.chain.numbers import Arrived, Numbers
@@ -23,20 +21,18 @@ from gpipebal.profiler.estimate.costs import OperationCosts
 from gpipebal.profiler.estimate.refused import without_values
 from gpipebal.profiler.estimate.stand_ins import META, stand_in_for
 from gpipebal.profiler.estimate.walk import run_on_stand_ins
-from gpipebal.profiler.memory.sparse_gradients import gradient_like
 from gpipebal.profiler.replicas.harmless import tensors_reached
 from gpipebal.profiler.step.alike import global_hooks_left_out
-from gpipebal.profiler.step.guessed import ValuesGuessed, part_of
+from gpipebal.profiler.step.guessed import found_by_guesses
 from gpipebal.profiler.step.loss import LossChain, LossSurvey, describe_loss, loss_failed
 from gpipebal.profiler.step.optimizer import Maker
-from gpipebal.profiler.step.state import LARGEST_TABLE, over_table
+from gpipebal.profiler.step.state import LARGEST_TABLE, over_table, second_step
 from gpipebal.rates import DeviceRates
 
 __all__ = ["estimate_gather", "estimate_loss", "estimate_optimizer"]
 
 #: What to do about a loss that needs values.
 _LAYERS_ALONE = "leave out loss_fn and target, and the layers are estimated without a loss; or "
-_HOST = torch.device("cpu")
 
 
 def estimate_loss(
@@ -135,60 +131,35 @@ def _costs_of_step(maker: Maker, place: int, rates: DeviceRates) -> _StepCosts |
     """Estimate the step on one parameter; None: it decides by values, which there are not.
 
     A table with a sparse gradient is stepped with values, in a small part: torch does not work with
-    sparse tensors without. What is read of other parameters is guessed, if a small part of the
-    parameter takes as long with values.
+    sparse tensors without.
     """
     whole, step = maker.parameters[place].detach(), partial(_stepped, maker, place, rates)
     if place in maker.sparse:
         n_entries = maker.sparse[place].n_entries
-        return over_table(whole, n_entries, lambda n, k: step(whole[:n], _HOST, k), _on_line)
-    with ValuesGuessed() as of_whole:
-        found = step(whole, META)
-    if not of_whole.n_read:
-        return found
-    part = part_of(whole, LARGEST_TABLE)
-    with ValuesGuessed() as of_part:
-        guessed = step(part, META)
-    known = step(part, _HOST)
-    is_alike = math.isclose(guessed.seconds, known.seconds) and guessed.launches == known.launches
-    return found if is_alike and of_part.n_read == of_whole.n_read else None
+        return over_table(whole, n_entries, lambda n, k: step(whole[:n], "cpu", k), _on_line)
+    return found_by_guesses(step, whole, LARGEST_TABLE, _are_alike)
+
+
+def _are_alike(one: _StepCosts, other: _StepCosts) -> bool:
+    return math.isclose(one.seconds, other.seconds) and one.launches == other.launches
 
 
 def _stepped(
-    maker: Maker, place: int, rates: DeviceRates, like: Tensor, on: torch.device, entries: int = 0
+    maker: Maker, place: int, rates: DeviceRates, like: Tensor, on: str, entries: int = 0
 ) -> _StepCosts:
-    """Count what a step on a stand-in costs.
-
-    Args:
-        maker: Makes the optimizer.
-        place: Place of the parameter.
-        rates: Rates of the device.
-        like: What the stand-in is like.
-        on: Where the stand-in is.
-        entries: How many entries its gradient has, if that is sparse.
-    """
-    kind = maker.sparse.get(place)
-    if kind is not None:
-        kind = kind._replace(n_entries=entries)
-    stepped, costs = nn.Parameter(torch.zeros_like(like, device=on)), OperationCosts(rates)
-    # What earlier mini-batches have left is for all rows that they had.
-    stepped.grad = gradient_like(kind, stepped, whole=True)
-    stepper, is_fused = maker.make_plain([place], [stepped], rates.device_type)
-    together = is_fused or any(group.get("foreach") for group in stepper.param_groups)
+    """Count what the second step on a stand-in costs; arguments as of `second_step`."""
+    second = second_step(maker, [place], rates.device_type, like, on, entries)
+    stepper = second.stepper
+    if second.is_fused:  # one kernel, which reads everything once, and writes all but the gradient
+        n_bytes = sum(map(bytes_of, second.gradients))
+        n_bytes += 2 * sum(map(bytes_of, (*second.stand_ins, *second.state)))
+        return _StepCosts(n_bytes / rates.bandwidth, 1, together=True)
+    together = any(group.get("foreach") for group in stepper.param_groups)
     for group in stepper.param_groups:
         if group.get("foreach"):  # its operations do not return what they write
             group["foreach"] = False
-    with global_hooks_left_out():
-        stepper.step()  # makes its state
-        if kind is not None:
-            stepped.grad = gradient_like(kind, stepped)
-        with costs:
-            stepper.step()
-    if is_fused:  # one kernel, which reads everything once, and writes all but the gradient
-        kept = [states.get(stepped, {}).values() for states in optimizer_states(stepper)]
-        tensors = [stepped, *(one for each in kept for one in each if isinstance(one, Tensor))]
-        n_bytes = bytes_of(stepped.grad) + 2 * sum(map(bytes_of, tensors))
-        return _StepCosts(n_bytes / rates.bandwidth, 1, together)
+    with global_hooks_left_out(), OperationCosts(rates) as costs:
+        stepper.step()
     seconds = costs.seconds - costs.launches * rates.launch_time
     return _StepCosts(seconds, costs.launches, together)
 

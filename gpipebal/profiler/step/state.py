@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import eq
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gpipebal.pipeline.meter import optimizer_states
 from gpipebal.pipeline.observers.ledger import Ledger
@@ -16,8 +18,8 @@ from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profiler.chain.failures import said
 from gpipebal.profiler.memory.sparse_gradients import gradient_like
 from gpipebal.profiler.step.alike import global_hooks_left_out
-from gpipebal.profiler.step.guessed import ValuesGuessed, part_of
-from gpipebal.profiler.step.optimizer import Maker
+from gpipebal.profiler.step.guessed import found_by_guesses
+from gpipebal.profiler.step.optimizer import Maker, Optimizers
 from gpipebal.profiler.step.step import LARGEST_STEPPED
 from gpipebal.units import format_bytes
 
@@ -27,6 +29,7 @@ __all__ = [
     "OptimizerNeeds",
     "optimizer_needs",
     "over_table",
+    "second_step",
 ]
 
 #: At most this many bytes of a table with a sparse gradient are stepped to find its memory, and of
@@ -122,13 +125,6 @@ class _Step(NamedTuple):
     why: str = ""
 
 
-class _Part(NamedTuple):
-    """A parameter or a part of it, and how many entries its gradient has, if that is sparse."""
-
-    like: Tensor
-    entries: int = 0
-
-
 def _steps(maker: Maker, device_type: str) -> list[_Step]:
     known: dict[Any, _Step] = {}
     found = []
@@ -147,17 +143,14 @@ def _try_step(maker: Maker, place: int, device_type: str) -> _Step:
     """Step a stand-in without memory, or, because some optimizers read values, one on the CPU."""
     if maker.needs_closure_at(place):
         return _Step(None, None, why=CALLS_MODEL)
-    whole = maker.parameters[place].detach()
+    whole, step = maker.parameters[place].detach(), partial(_step_alone, maker, place, device_type)
     ways: list[Callable[[], _Step]]
     if place in maker.sparse:  # torch does not work with sparse tensors without values
         ways = [partial(_step_table, maker, place, device_type)]
     else:
-        ways = [
-            partial(_step_alone, maker, place, device_type, _Part(whole), on=on)
-            for on in ("meta", "cpu")
-        ]
+        ways = [partial(step, whole, on) for on in ("meta", "cpu")]
         if bytes_of(whole) > LARGEST_STEPPED:
-            ways[1:] = [partial(_step_guessed, maker, place, device_type)]
+            ways[1:] = [partial(_step_guessed, step, whole)]
     why = ""
     for way in ways:
         try:
@@ -167,21 +160,10 @@ def _try_step(maker: Maker, place: int, device_type: str) -> _Step:
     return _Step(None, None, why=why)
 
 
-def _step_guessed(maker: Maker, place: int, device_type: str) -> _Step:
-    """Step a stand-in without memory for a parameter too large for one with values.
-
-    What the optimizer reads is guessed. Whether it decides by that, a part tells, which is stepped
-    both ways: it must need the same, and as many values must be read of it as of the whole.
-    """
-    whole = maker.parameters[place].detach()
-    part = _Part(part_of(whole, LARGEST_TABLE))
-    step = partial(_step_alone, maker, place, device_type)
-    known = step(part, on="cpu")
-    with ValuesGuessed() as of_part:
-        guessed = step(part, on="meta")
-    with ValuesGuessed() as of_whole:
-        found = step(_Part(whole), on="meta")
-    if guessed == known and of_part.n_read == of_whole.n_read:
+def _step_guessed(step: Callable[[Tensor, str], _Step], whole: Tensor) -> _Step:
+    """Step a stand-in without memory for a parameter too large for one with values."""
+    found = found_by_guesses(step, whole, LARGEST_TABLE, eq)
+    if found is not None:
         return found
     n_bytes = format_bytes(bytes_of(whole))
     return _Step(None, None, why=f"it decides by values, and of a parameter there are {n_bytes}")
@@ -192,7 +174,7 @@ def _step_table(maker: Maker, place: int, device_type: str) -> _Step:
     table, kind = maker.parameters[place].detach(), maker.sparse[place]
 
     def step(rows: int, entries: int) -> _Step:
-        return _step_alone(maker, place, device_type, _Part(table[:rows], entries), on="cpu")
+        return _step_alone(maker, place, device_type, table[:rows], "cpu", entries)
 
     found = over_table(table, kind.n_entries, step, _on_line)
     few = _most_rows(table) // 2
@@ -254,40 +236,73 @@ def _on_line(less: _Step, more: _Step, times: float) -> _Step:
     )
 
 
-def _step_alone(maker: Maker, place: int, device_type: str, part: _Part, *, on: str) -> _Step:
-    one = _step_some(maker, [place], device_type, part, on)
+def _step_alone(
+    maker: Maker, place: int, device_type: str, like: Tensor, on: str, entries: int = 0
+) -> _Step:
+    """Step one stand-in, and two, to see what the first leaves; arguments as of `second_step`."""
+
+    def step(n_stand_ins: int) -> _Step:
+        second = second_step(maker, [place] * n_stand_ins, device_type, like, on, entries)
+        together = any(group.get("foreach") for group in second.stepper.param_groups)
+        ledger = Ledger()
+        ledger.hold([*second.stand_ins, *second.gradients, *second.state], 0)
+        before = ledger.start_peak()
+        with global_hooks_left_out(), ledger.watch(0):
+            second.stepper.step()
+        # A fused step is one kernel, and makes nothing in between.
+        peak = 0 if second.is_fused else ledger.total_peak - before
+        return _Step(sum(map(bytes_of, second.state)), peak, together)
+
+    one = step(1)
     if one.together or not one.peak_bytes:
         return one
-    two = _step_some(maker, [place, place], device_type, part, on)
-    return one._replace(left_bytes=max(0, (two.peak_bytes or 0) - one.peak_bytes))
+    return one._replace(left_bytes=max(0, (step(2).peak_bytes or 0) - one.peak_bytes))
 
 
-def _step_some(
-    maker: Maker, places: Sequence[int], device_type: str, part: _Part, on: str
-) -> _Step:
-    """Step stand-ins for the parameter in these places, which is one and the same, or for a part.
+class SecondStep(NamedTuple):
+    """All that there is before an optimizer's second step.
+
+    Attributes:
+        stepper: The optimizer.
+        stand_ins: Its parameters.
+        gradients: Their gradients.
+        state: What it keeps from the first step on.
+        is_fused: Whether the caller's step is fused.
+    """
+
+    stepper: Optimizer | Optimizers
+    stand_ins: list[nn.Parameter]
+    gradients: list[Tensor]
+    state: list[Tensor]
+    is_fused: bool
+
+
+def second_step(
+    maker: Maker, places: Sequence[int], device_type: str, like: Tensor, on: str, entries: int
+) -> SecondStep:
+    """Step stand-ins for one parameter, or for a part of it, a first time.
 
     Args:
         maker: Makes the optimizer.
-        places: A place for each stand-in.
+        places: The place of the parameter, once for each stand-in.
         device_type: Type of the device that the parameter will be on.
-        part: What they are like.
+        like: What they are like.
         on: The device that they are on.
+        entries: How many entries their gradients have, if these are sparse.
     """
     kind = maker.sparse.get(places[0])
     if kind is not None:
-        kind = kind._replace(n_entries=part.entries)
-    stand_ins = [nn.Parameter(torch.zeros_like(part.like, device=on)) for _ in places]
+        kind = kind._replace(n_entries=entries)
+    stand_ins = [nn.Parameter(torch.zeros_like(like, device=on)) for _ in places]
     for stand_in in stand_ins:
         # What is kept of earlier mini-batches is for all rows that they had.
         stand_in.grad = gradient_like(kind, stand_in, whole=True)
     stepper, is_fused = maker.make_plain(places, stand_ins, device_type)
-    together = any(group.get("foreach") for group in stepper.param_groups)
     with global_hooks_left_out():
         stepper.step()  # makes its state
-    for stand_in in stand_ins:
-        if kind is not None:
-            stand_in.grad = gradient_like(kind, stand_in)
+    gradients = [gradient_like(kind, stand_in) for stand_in in stand_ins]
+    for stand_in, gradient in zip(stand_ins, gradients, strict=True):
+        stand_in.grad = gradient
     state = [
         value
         for states in optimizer_states(stepper)
@@ -295,11 +310,4 @@ def _step_some(
         for value in states.get(stand_in, {}).values()
         if isinstance(value, Tensor)
     ]
-    ledger = Ledger()
-    ledger.hold([*stand_ins, *(stand_in.grad for stand_in in stand_ins), *state], 0)
-    before = ledger.start_peak()
-    with global_hooks_left_out(), ledger.watch(0):
-        stepper.step()
-    # A fused step is one kernel, and makes nothing in between.
-    peak = 0 if is_fused else ledger.total_peak - before
-    return _Step(sum(map(bytes_of, state)), peak, together)
+    return SecondStep(stepper, stand_ins, gradients, state, is_fused)
