@@ -6,6 +6,7 @@ import datetime
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,28 +17,30 @@ from torch import nn
 import gpipebal
 from gpipebal.pipeline.layers.devices import visible_cores
 from gpipebal.pipeline.values.tensors import bytes_of
-from gpipebal.profile import LayerProfile
+from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profile.fingerprint import fingerprint
 from gpipebal.profile.layer import MOMENTS
+from gpipebal.profile.ties import find_ties
 from gpipebal.profiler.memory.layer_memory import LayerMemory
 from gpipebal.profiler.memory.sparse_gradients import join_kinds
-from gpipebal.profiler.replicas.owned import own_bytes
-from gpipebal.profiler.replicas.replica import layer_of_tensors
+from gpipebal.profiler.replicas.owned import bytes_of_loss, own_bytes
 from gpipebal.profiler.step.optimizer import Maker
 from gpipebal.profiler.step.state import CALLS_MODEL, OptimizerNeeds, optimizer_needs
 from gpipebal.profiler.survey import Survey
 from gpipebal.profiler.times.rounds import Times
 from gpipebal.profiler.times.settle import Settled, settle_launches, settle_rounds, whole_again
+from gpipebal.profiler.training import Training
 from gpipebal.units import count
 
 __all__ = [
-    "OptimizerMemory",
+    "OptimizerCosts",
     "describe_layers",
     "describe_machine",
+    "describe_profile",
     "describe_times",
     "known_columns",
     "main_dtype",
-    "optimizer_memory",
+    "optimizer_costs",
     "software",
 ]
 
@@ -54,7 +57,7 @@ def describe_layers(
     modules: Sequence[nn.Module],
     times: Times,
     found: Survey,
-    optimizer: OptimizerMemory,
+    optimizer: OptimizerCosts,
     device_type: str,
 ) -> tuple[tuple[LayerProfile, ...], dict[str, Settled]]:
     """Describe every layer, and how its times were reconciled with the whole chain's."""
@@ -90,7 +93,7 @@ def known_columns(
     names: Sequence[str],
     modules: Sequence[nn.Module],
     found: Survey,
-    optimizer: OptimizerMemory,
+    optimizer: OptimizerCosts,
     device_type: str,
 ) -> list[dict[str, Any]]:
     """Return the columns of each layer's profile that do not say how long it takes."""
@@ -112,6 +115,53 @@ def known_columns(
         for name in MOMENTS.values():
             of_layer[name] = known.setdefault(of_layer[name], of_layer[name])
     return columns
+
+
+def describe_profile(
+    training: Training,
+    found: Survey,
+    sizes: Sequence[int],
+    layers: tuple[LayerProfile, ...],
+    step: StepTerms,
+    optimizer: OptimizerCosts,
+    device_type: str,
+) -> Profile:
+    """Put together what is known of one size of micro-batch, but for where it comes from.
+
+    Args:
+        training: The chain.
+        found: The costs of its layers.
+        sizes: Rows of the micro-batches.
+        layers: The layers, described.
+        step: What a step costs besides them and the optimizer; a loss without what it has all the
+            time.
+        optimizer: What the optimizer costs.
+        device_type: Type of the devices that they will be on.
+    """
+    of_loss = bytes_of_loss(training.loss_fn, training.modules, device_type)
+    loss, whole_loss = (
+        None if each is None else replace(each, **of_loss) for each in (step.loss, step.whole_loss)
+    )
+    return Profile(
+        layers=layers,
+        storages=tuple(found.numbers.bytes),
+        inputs=found.inputs,
+        common_inputs=training.data.sample.constants(found.inputs),
+        without_gradient=found.numbers.without_gradient,
+        rows=sizes[0],
+        mini_batch_rows=sum(sizes),
+        chunks=len(sizes),
+        step=replace(
+            step,
+            loss=loss,
+            whole_loss=whole_loss,
+            optimizer_time=optimizer.seconds,
+            optimizer_together=optimizer.together,
+            optimizer_groups=optimizer.groups,
+        ),
+        skips=found.skips,
+        ties=find_ties(training.modules),
+    )
 
 
 def describe_times(
@@ -194,12 +244,13 @@ def main_dtype(modules: Sequence[nn.Module]) -> str:
     return str(found).removeprefix("torch.")
 
 
-class OptimizerMemory(NamedTuple):
-    """What an optimizer needs for every layer, each parameter at its first layer.
+class OptimizerCosts(NamedTuple):
+    """What an optimizer needs for every layer, each parameter at its first layer; and its time.
 
     None: it is not known, for all layers or for one.
 
     Attributes:
+        seconds: Of its step.
         state: Bytes that it keeps.
         peaks: Bytes that its step needs temporarily.
         carried: Further bytes where the step of the layer before has left something.
@@ -209,6 +260,7 @@ class OptimizerMemory(NamedTuple):
         doubts: Flags about these numbers.
     """
 
+    seconds: float | None = None
     state: list[int | None] | None = None
     peaks: list[int | None] | None = None
     carried: list[int] | None = None
@@ -225,14 +277,14 @@ class OptimizerMemory(NamedTuple):
         }
 
 
-def optimizer_memory(
+def optimizer_costs(
     maker: Maker | None,
     modules: Sequence[nn.Module],
     device_type: str,
     memory: Sequence[LayerMemory],
     chunks: int,
-) -> OptimizerMemory:
-    """Find out what an optimizer needs for every layer, on a type of device.
+) -> OptimizerCosts:
+    """Find out what memory an optimizer needs for every layer, on a type of device.
 
     Args:
         maker: Makes the optimizer; it takes note of gradients that are sparse. None: there is none.
@@ -242,14 +294,17 @@ def optimizer_memory(
         chunks: How many micro-batches there are.
     """
     if maker is None:
-        return OptimizerMemory()
+        return OptimizerCosts()
     of_layers = [found.parameter_gradients for found in memory]
     maker.note_gradients(join_kinds(modules, of_layers, chunks))
-    owner = layer_of_tensors(modules)
+    owner: dict[int, int] = {}
+    for k, module in enumerate(modules):
+        for parameter in module.parameters():
+            owner.setdefault(id(parameter), k)
     places = [owner[id(parameter)] for parameter in maker.parameters]
     by_layer = partial(_by_layer, places, len(modules))
     needs = optimizer_needs(maker, device_type)
-    found = OptimizerMemory(peaks=by_layer(needs.peaks), together=True)
+    found = OptimizerCosts(peaks=by_layer(needs.peaks), together=True)
     if not needs.together:
         found = _in_turn(needs, places, len(modules))
     return found._replace(state=by_layer(needs.state), doubts=_doubts(needs.why))
@@ -280,7 +335,7 @@ def _by_layer(
     return found
 
 
-def _in_turn(needs: OptimizerNeeds, places: Sequence[int], n_layers: int) -> OptimizerMemory:
+def _in_turn(needs: OptimizerNeeds, places: Sequence[int], n_layers: int) -> OptimizerCosts:
     """Describe an optimizer that steps one parameter, or one group, after the other."""
     # With what the parameter before has left: wherever that is, and of the same layer only.
     whole, inside = [0] * n_layers, [0] * n_layers
@@ -298,7 +353,7 @@ def _in_turn(needs: OptimizerNeeds, places: Sequence[int], n_layers: int) -> Opt
         inside[k] = max(inside[k], n_bytes + left if is_inside else n_bytes)
     for sums in groups.values():
         whole, inside = (list(map(max, most, sums)) for most in (whole, inside))
-    return OptimizerMemory(
+    return OptimizerCosts(
         peaks=[None if k in unknown else n_bytes for k, n_bytes in enumerate(inside)],
         carried=[more - n_bytes for more, n_bytes in zip(whole, inside, strict=True)],
         # Of one layer alone the peak says it all.

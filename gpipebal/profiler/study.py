@@ -12,18 +12,18 @@ from torch import nn
 
 from gpipebal.errors import GpipebalError, ProfileError
 from gpipebal.pipeline.process.caller import CallerState
-from gpipebal.profile import LayerProfile, Profile, StepTerms
+from gpipebal.profile import Profile, StepTerms
 from gpipebal.profile.moments import keep_largest
-from gpipebal.profile.ties import find_ties
 from gpipebal.profiler.alone import SizeWalk, join_times, walk_alone
 from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.failures import is_out_of_memory, left_out
 from gpipebal.profiler.chain.value import Value
 from gpipebal.profiler.describe import (
-    OptimizerMemory,
+    OptimizerCosts,
     describe_layers,
+    describe_profile,
     describe_times,
-    optimizer_memory,
+    optimizer_costs,
 )
 from gpipebal.profiler.doubts import (
     doubts_about,
@@ -31,7 +31,6 @@ from gpipebal.profiler.doubts import (
     doubts_about_parameters,
     doubts_about_peaks,
 )
-from gpipebal.profiler.replicas.owned import bytes_of_loss
 from gpipebal.profiler.replicas.replica import replicate
 from gpipebal.profiler.step.gathered import (
     GatheredTerms,
@@ -203,22 +202,20 @@ class Study:
         Args:
             provenance: Where and with what it was measured.
         """
-        memory = optimizer_memory(
+        optimizer = optimizer_costs(
             self._maker,
             self._modules,
             self._device.type,
             self._sizes[0].found.memory,
             len(self._data.sizes),
         )
-        self._notes += memory.doubts
-        optimizer_time = self._optimizer_time(can_step=None not in (memory.state or ()))
-        others = [
-            self._profile_of(size, memory, optimizer_time, provenance, ())
-            for size in self._sizes[1:]
-        ]
+        self._notes += optimizer.doubts
+        can_step = None not in (optimizer.state or ())
+        optimizer = optimizer._replace(seconds=self._optimizer_time(can_step=can_step))
+        others = [self._profile_of(size, optimizer, provenance) for size in self._sizes[1:]]
         others.sort(key=lambda profile: profile.rows)
-        given = (memory, optimizer_time, provenance, tuple(others))
-        return keep_largest(self._profile_of(self._sizes[0], *given))
+        main = self._profile_of(self._sizes[0], optimizer, provenance)
+        return keep_largest(replace(main, other_sizes=tuple(others)))
 
     def _optimizer_time(self, *, can_step: bool) -> float | None:
         """Measure the optimizer's step; one layer at a time, only the layer with most to step.
@@ -308,55 +305,39 @@ class Study:
         return Subject(self._chain(size.start, replicas), loss)
 
     def _profile_of(
-        self,
-        size: _Size,
-        optimizer: OptimizerMemory,
-        optimizer_time: float | None,
-        provenance: Mapping[str, Any],
-        others: tuple[Profile, ...],
+        self, size: _Size, optimizer: OptimizerCosts, provenance: Mapping[str, Any]
     ) -> Profile:
-        is_main = size is self._sizes[0]
         layers, settled = describe_layers(
             self._names, self._modules, size.times, size.found, optimizer, self._device.type
         )
-        step = replace(
-            self._step_of(size, optimizer_time),
-            optimizer_together=optimizer.together,
-            optimizer_groups=optimizer.groups,
-        )
+        step = self._step_of(size)
         described = describe_times(size.rows, settled, size.times.waited)
         described["flags"] += doubts_about_peaks(self._names, size.found)
-        if is_main:
+        if size is self._sizes[0]:
             described["flags"] += self._notes
-        return Profile(
-            layers=layers,
-            storages=tuple(size.found.numbers.bytes),
-            inputs=size.found.inputs,
-            common_inputs=self._data.sample.constants(size.found.inputs),
-            without_gradient=size.found.numbers.without_gradient,
-            rows=size.rows,
-            mini_batch_rows=(
-                sum(self._data.sizes) if is_main else size.rows * len(self._data.sizes)
-            ),
-            chunks=len(self._data.sizes),
-            step=step,
-            skips=size.found.skips,
-            ties=find_ties(self._modules),
-            other_sizes=others,
-            provenance={**provenance, "rows": size.rows, **described},
+        sizes, device_type = self._sizes_of(size), self._device.type
+        profile = describe_profile(
+            self._training, size.found, sizes, layers, step, optimizer, device_type
         )
+        return replace(profile, provenance={**provenance, "rows": size.rows, **described})
 
-    def _step_of(self, size: _Size, optimizer_time: float | None) -> StepTerms:
-        """Measure what a step costs besides the layers.
+    def _sizes_of(self, size: _Size) -> Sequence[int]:
+        """Return the rows of the micro-batches of a mini-batch of this size."""
+        sizes = self._data.sizes
+        return sizes if size is self._sizes[0] else [size.rows] * len(sizes)
+
+    def _step_of(self, size: _Size) -> StepTerms:
+        """Measure what a step costs besides the layers and the optimizer.
 
         At sizes larger than the micro-batch's own nothing is gathered: the mini-batch for them
         might not fit.
         """
-        loss = self._loss_of(size)
+        loss = None
+        if size.loss is not None:
+            loss = describe_loss(size.loss, times_of_loss(size.times))
         if size.rows > self._data.sizes[0]:
-            return StepTerms(loss=loss, optimizer_time=optimizer_time)
-        is_main = size is self._sizes[0]
-        sizes = self._data.sizes if is_main else [size.rows] * len(self._data.sizes)
+            return StepTerms(loss=loss)
+        sizes = self._sizes_of(size)
         terms: GatheredTerms | None = None
         outputs = self._data.outputs(size.found.outputs, sizes)
         given = (outputs, size.found.numbers, self._device)
@@ -374,7 +355,7 @@ class Study:
         except GpipebalError as error:
             # Inside the pipeline the loss needs no gathered output: such a step may still fit.
             is_memory = is_out_of_memory(error)
-            if not is_memory and (is_main or self._all_sizes):
+            if not is_memory and (size is self._sizes[0] or self._all_sizes):
                 raise
             why = "did not fit the device" if is_memory else str(error).splitlines()[0]
             self._notes.append(
@@ -382,17 +363,7 @@ class Study:
                 f"{why}"
             )
         gather_time, whole_loss, gathered = terms or (None, None, ())
-        if whole_loss is not None:
-            whole_loss = replace(
-                whole_loss, **bytes_of_loss(self._loss_fn, self._modules, self._device.type)
-            )
-        return StepTerms(gather_time, loss, whole_loss, gathered, optimizer_time)
-
-    def _loss_of(self, size: _Size) -> LayerProfile | None:
-        if size.loss is None:
-            return None
-        loss = describe_loss(size.loss, times_of_loss(size.times))
-        return replace(loss, **bytes_of_loss(self._loss_fn, self._modules, self._device.type))
+        return StepTerms(gather_time, loss, whole_loss, gathered)
 
 
 def _versions(module: nn.Module) -> list[int]:

@@ -14,22 +14,20 @@ from gpipebal.errors import GpipebalError, ProfileError
 from gpipebal.pipeline.process.eager import run_eagerly
 from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profile.moments import keep_largest
-from gpipebal.profile.ties import find_ties
 from gpipebal.profiler.chain.numbers import Arrived, Numbers
 from gpipebal.profiler.chain.value import Value
 from gpipebal.profiler.describe import (
-    OptimizerMemory,
+    OptimizerCosts,
+    describe_profile,
     known_columns,
     main_dtype,
-    optimizer_memory,
+    optimizer_costs,
     software,
 )
-from gpipebal.profiler.estimate.costs import Costs
 from gpipebal.profiler.estimate.stand_ins import META
 from gpipebal.profiler.estimate.terms import estimate_gather, estimate_loss, estimate_optimizer
 from gpipebal.profiler.estimate.walk import Walk
 from gpipebal.profiler.replicas.harmless import left_alone
-from gpipebal.profiler.replicas.owned import bytes_of_loss
 from gpipebal.profiler.replicas.replica import check_not_lazy
 from gpipebal.profiler.replicas.torch_state import torch_state_kept
 from gpipebal.profiler.setting import choose_rows, random_numbers_kept
@@ -150,14 +148,13 @@ class _Work:
     """
 
     def __init__(self, training: Training, rates: DeviceRates, told: Callable[[], None]) -> None:
-        self.names, self.modules = training.names, training.modules
+        self.training, self.names, self.modules = training, training.names, training.modules
         self.data, self.loss_fn, self.rates = training.data, training.loss_fn, rates
         self.walk = Walk(training, rates, told)
         self.reasons: dict[str, tuple[str, ...]] = {}
         self.doubts: list[str] = []
         self._maker = training.maker()
-        self._memory: OptimizerMemory | None = None
-        self._optimizer_time: float | None = None
+        self._optimizer: OptimizerCosts | None = None
         self._undivided: str | None = None
         if self.loss_fn is not None and self.data.target is not None:
             try:
@@ -165,17 +162,19 @@ class _Work:
             except GpipebalError as error:
                 self._undivided = str(error).splitlines()[0]
 
-    def _estimate_optimizer(self, found: Survey, chunks: int) -> OptimizerMemory:
-        """Find out what the optimizer needs, by the first walk along the layers."""
+    def _estimate_optimizer(self, found: Survey, chunks: int) -> OptimizerCosts:
+        """Find out what the optimizer costs, by the first walk along the layers."""
         maker = self._maker
-        memory = optimizer_memory(maker, self.modules, self.rates.device_type, found.memory, chunks)
-        self._optimizer_time = None if maker is None else estimate_optimizer(maker, self.rates)
-        self.doubts += memory.doubts
-        if maker is not None and self._optimizer_time is None and not memory.doubts:
+        costs = optimizer_costs(maker, self.modules, self.rates.device_type, found.memory, chunks)
+        self.doubts += costs.doubts
+        if maker is None:
+            return costs
+        seconds = estimate_optimizer(maker, self.rates)
+        if seconds is None and not costs.doubts:
             self.doubts.append(
                 f"the optimizer's time is not known: {maker.name} cannot step without values"
             )
-        return memory
+        return costs._replace(seconds=seconds)
 
     def at(self, sizes: Sequence[int]) -> Profile:
         """Estimate a mini-batch of micro-batches of these rows, by the first of them.
@@ -188,9 +187,8 @@ class _Work:
         """
         start = Value.of(self.data.sample.without_memory(sizes[0], self.data.rows).value)
         found, costs = self.walk.along(start)
-        if self._memory is None:
-            self._memory = self._estimate_optimizer(found, len(sizes))
-        memory = self._memory
+        if self._optimizer is None:
+            self._optimizer = self._estimate_optimizer(found, len(sizes))
         outputs, numbers = found.outputs, found.numbers
         for name, of_layer in zip(self.names, costs, strict=True):
             if of_layer.approximate:
@@ -202,34 +200,20 @@ class _Work:
             rows = count(sizes[0], "row")
             self.doubts.append(f"the loss is not measured at {rows}: {self._undivided}")
         gather_time, value = estimate_gather(self.data.outputs(outputs, sizes), self.rates)
-        layers = self._layers(found, costs, memory)
+        kind, optimizer = self.rates.device_type, self._optimizer
+        columns = known_columns(self.names, self.modules, found, optimizer, kind)
+        layers = tuple(
+            LayerProfile(**of_layer.times(), **known)
+            for known, of_layer in zip(columns, costs, strict=True)
+        )
         gathered: tuple[int, ...] = ()
         whole_loss = None
         if self.loss_fn is not None:
             joined = Arrived.of(value, outputs.known(), numbers, {})
             gathered = joined.storages
             whole_loss = self._loss(sizes, joined, numbers)
-        return Profile(
-            layers=layers,
-            storages=tuple(numbers.bytes),
-            inputs=found.inputs,
-            common_inputs=self.data.sample.constants(found.inputs),
-            without_gradient=numbers.without_gradient,
-            rows=sizes[0],
-            mini_batch_rows=sum(sizes),
-            chunks=len(sizes),
-            step=StepTerms(
-                gather_time=gather_time,
-                loss=loss,
-                whole_loss=whole_loss,
-                gathered=gathered,
-                optimizer_time=self._optimizer_time,
-                optimizer_together=memory.together,
-                optimizer_groups=memory.groups,
-            ),
-            skips=found.skips,
-            ties=find_ties(self.modules),
-        )
+        step = StepTerms(gather_time, loss, whole_loss, gathered)
+        return describe_profile(self.training, found, sizes, layers, step, optimizer, kind)
 
     def _loss(
         self, sizes: Sequence[int], outputs: Arrived, numbers: Numbers
@@ -242,14 +226,7 @@ class _Work:
         loss, why = estimate_loss(self.loss_fn, target, outputs, numbers, self.rates)
         if why:
             self.reasons["loss"] = why
-        return replace(loss, **bytes_of_loss(self.loss_fn, self.modules, self.rates.device_type))
-
-    def _layers(
-        self, found: Survey, costs: Sequence[Costs], memory: OptimizerMemory
-    ) -> tuple[LayerProfile, ...]:
-        columns = known_columns(self.names, self.modules, found, memory, self.rates.device_type)
-        pairs = zip(columns, costs, strict=True)
-        return tuple(LayerProfile(**of_layer.times(), **known) for known, of_layer in pairs)
+        return loss
 
 
 @contextmanager

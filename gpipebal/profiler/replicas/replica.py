@@ -23,7 +23,6 @@ from gpipebal.profiler.replicas.copying import buffer_like, copy_layer, paramete
 __all__ = [
     "check_not_lazy",
     "kept_by",
-    "layer_of_tensors",
     "replicate",
     "stand_ins",
 ]
@@ -119,19 +118,6 @@ def _flatten(replica: nn.Module) -> None:
             weights = part.parameters(recurse=False)
             if len({weight.untyped_storage().data_ptr() for weight in weights}) > 1:
                 part.flatten_parameters()
-
-
-def layer_of_tensors(layers: Sequence[nn.Module]) -> dict[int, int]:
-    """Map the identity of each tensor that layers keep to the first layer that has it.
-
-    A parameter belongs to the first that registers it, if any does.
-    """
-    first: dict[int, int] = {}
-    for tensors_of in (nn.Module.parameters, kept_by):
-        for index, layer in enumerate(layers):
-            for tensor in tensors_of(layer):
-                first.setdefault(id(tensor), index)
-    return first
 
 
 def kept_by(layer: nn.Module) -> list[Tensor]:
