@@ -18,13 +18,7 @@ from gpipebal.profiler.alone import SizeWalk, join_times, walk_alone
 from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.failures import is_out_of_memory, left_out
 from gpipebal.profiler.chain.value import Value
-from gpipebal.profiler.describe import (
-    OptimizerCosts,
-    describe_layers,
-    describe_profile,
-    describe_times,
-    optimizer_costs,
-)
+from gpipebal.profiler.describe import describe_layers, describe_profile, describe_times
 from gpipebal.profiler.doubts import (
     doubts_about,
     doubts_about_loss,
@@ -32,6 +26,7 @@ from gpipebal.profiler.doubts import (
     doubts_about_peaks,
 )
 from gpipebal.profiler.replicas.replica import replicate
+from gpipebal.profiler.step.by_layer import OptimizerCosts, optimizer_costs
 from gpipebal.profiler.step.gathered import (
     GatheredTerms,
     measure_gathered,

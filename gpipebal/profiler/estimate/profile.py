@@ -16,14 +16,7 @@ from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profile.moments import keep_largest
 from gpipebal.profiler.chain.numbers import Arrived, Numbers
 from gpipebal.profiler.chain.value import Value
-from gpipebal.profiler.describe import (
-    OptimizerCosts,
-    describe_profile,
-    known_columns,
-    main_dtype,
-    optimizer_costs,
-    software,
-)
+from gpipebal.profiler.describe import describe_profile, known_columns, main_dtype, software
 from gpipebal.profiler.estimate.stand_ins import META
 from gpipebal.profiler.estimate.terms import estimate_gather, estimate_loss, estimate_optimizer
 from gpipebal.profiler.estimate.walk import Walk
@@ -31,6 +24,7 @@ from gpipebal.profiler.replicas.harmless import left_alone
 from gpipebal.profiler.replicas.replica import check_not_lazy
 from gpipebal.profiler.replicas.torch_state import torch_state_kept
 from gpipebal.profiler.setting import choose_rows, random_numbers_kept
+from gpipebal.profiler.step.by_layer import OptimizerCosts, optimizer_costs
 from gpipebal.profiler.survey import Survey
 from gpipebal.profiler.times.progress import progress_bar
 from gpipebal.profiler.training import Training
