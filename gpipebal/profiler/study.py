@@ -16,7 +16,7 @@ from gpipebal.profile import Profile, StepTerms
 from gpipebal.profile.moments import keep_largest
 from gpipebal.profiler.alone import SizeWalk, join_times, walk_alone
 from gpipebal.profiler.chain.chain import Chain
-from gpipebal.profiler.chain.failures import is_out_of_memory, left_out
+from gpipebal.profiler.chain.failures import first_line_of, is_out_of_memory, left_out
 from gpipebal.profiler.chain.value import Value
 from gpipebal.profiler.describe import describe_layers, describe_profile, describe_times
 from gpipebal.profiler.doubts import (
@@ -287,7 +287,7 @@ class Study:
             chain = loss_chain(self._loss_fn, target, outputs.value, self._device)
             size.loss = survey_loss(chain, outputs, numbers)
         except GpipebalError as error:
-            why = str(error).splitlines()[0]
+            why = first_line_of(error)
             self._notes.append(f"the loss is not measured at {count(size.rows, 'row')}: {why}")
 
     def _subject(self, size: _Size, replicas: list[nn.Module], *, copies: bool) -> Subject:
@@ -352,7 +352,7 @@ class Study:
             is_memory = is_out_of_memory(error)
             if not is_memory and (size is self._sizes[0] or self._all_sizes):
                 raise
-            why = "did not fit the device" if is_memory else str(error).splitlines()[0]
+            why = "did not fit the device" if is_memory else first_line_of(error)
             self._notes.append(
                 f"not measured at {count(size.rows, 'row')}: the gathered output and its loss: "
                 f"{why}"

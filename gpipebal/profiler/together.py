@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.process.caller import CallerState
-from gpipebal.profiler.chain.failures import is_out_of_memory, text_of
+from gpipebal.profiler.chain.failures import first_line_of, is_out_of_memory
 from gpipebal.profiler.doubts import doubts_about_movers
 from gpipebal.profiler.replicas.foreign import note_mover
 from gpipebal.profiler.replicas.moved import CommonTensors
@@ -83,7 +83,7 @@ def measure_together(
         except ProfileError as error:
             if is_out_of_memory(error):
                 raise
-            why = text_of(error).partition("\n")[0]
+            why = first_line_of(error)
         notes.append(f"measured in one thread, because with a copy in a second one {why}")
     return Together(run(1), 1, notes)
 

@@ -27,7 +27,7 @@ from gpipebal.profiler.chain.failures import (
     shapes_of,
     whole_backward_failed,
 )
-from gpipebal.profiler.chain.gradients import from_before
+from gpipebal.profiler.chain.gradients import from_before, needs_gradient
 from gpipebal.profiler.chain.outputs import dims_of_leaves
 from gpipebal.profiler.chain.value import (
     Record,
@@ -361,7 +361,7 @@ class Chain:
             RoundStoppedError: `stop` is set.
         """
         self._check_stop()
-        leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad and x.is_leaf]
+        leaves = [leaf for leaf in inputs if needs_gradient(leaf) and leaf.is_leaf]
         wanted = leaves if self.only_inputs else None
         if not roots or wanted == []:
             return False

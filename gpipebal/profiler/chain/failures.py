@@ -17,6 +17,7 @@ from gpipebal.units import count
 __all__ = [
     "alone_already",
     "backward_failed",
+    "first_line_of",
     "forbids_hooks",
     "forward_failed",
     "is_out_of_memory",
@@ -58,6 +59,11 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except Exception:
         return ""
+
+
+def first_line_of(error: BaseException) -> str:
+    """Return the first line of what an error says; where it says nothing, its kind."""
+    return text_of(error).partition("\n")[0] or type(error).__name__
 
 
 def line_of(error: BaseException) -> str:
@@ -103,8 +109,7 @@ def runs_functions(error: BaseException) -> bool:
 
 def left_out(rows: int, error: Exception) -> str:
     """Say why a size of micro-batch is not measured."""
-    first, _, _ = text_of(error).partition("\n")
-    return f"not measured at {count(rows, 'row')}: {first}"
+    return f"not measured at {count(rows, 'row')}: {first_line_of(error)}"
 
 
 @contextmanager

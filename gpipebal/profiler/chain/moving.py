@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpipebal.pipeline.values.microbatch import which_need_gradient
 from gpipebal.pipeline.values.tensors import has_storage, storage_key
+from gpipebal.profiler.chain.gradients import needs_gradient
 from gpipebal.profiler.chain.value import Value, as_leaves
 from gpipebal.skip.tracker import Key
 
@@ -54,7 +54,7 @@ def _leaves_to(leaves: Sequence[Any], device: torch.device | None) -> list[Any]:
             gone[place] = copy
     return [
         leaf.requires_grad_() if wants else leaf
-        for leaf, wants in zip(gone, which_need_gradient(leaves), strict=True)
+        for leaf, wants in zip(gone, map(needs_gradient, leaves), strict=True)
     ]
 
 

@@ -14,6 +14,7 @@ from gpipebal.pipeline.values.microbatch import flatten
 from gpipebal.pipeline.values.parting import Dim
 from gpipebal.pipeline.values.tensors import copy_of
 from gpipebal.profiler.chain.failures import memory_for
+from gpipebal.profiler.chain.gradients import needs_gradient
 from gpipebal.skip.tracker import Key
 
 __all__ = [
@@ -110,7 +111,7 @@ def random_gradients(outputs: Sequence[Any], dims: Sequence[Dim] = ()) -> list[T
 
     with memory_for("the gradient of the layer's output"):
         return [
-            gradient_of(leaf, dim) if isinstance(leaf, Tensor) and leaf.requires_grad else None
+            gradient_of(leaf, dim) if needs_gradient(leaf) else None
             for leaf, dim in zip_longest(outputs, dims)
         ]
 
@@ -135,7 +136,7 @@ def roots_of(
     return [
         (leaf, gradient)
         for leaf, gradient in zip(outputs, gradients, strict=True)
-        if isinstance(leaf, Tensor) and leaf.requires_grad and gradient is not None
+        if needs_gradient(leaf) and gradient is not None
     ]
 
 

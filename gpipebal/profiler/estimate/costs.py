@@ -8,8 +8,7 @@ time of a launch. Views are free.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -153,31 +152,19 @@ class OperationCosts(ThreadedDispatchMode):
         return self.rates.flops_of(key)
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Times of a layer, its operations, and why its memory may be approximate.
+class Costs(NamedTuple):
+    """What a layer costs in time.
 
-    The backward adds to gradients that exist already, as most of a mini-batch's do.
+    Attributes:
+        times: Columns of a layer profile that say how long it takes. The backward adds to gradients
+            that exist already, as most of a mini-batch's do.
+        flops: Its floating-point operations.
+        approximate: Why its memory may be approximate.
     """
 
-    forward_time: float
-    backward_time: float
-    no_grad_forward_time: float
-    forward_host_time: float | None
-    backward_host_time: float | None
+    times: dict[str, Any]
     flops: int
     approximate: tuple[str, ...]
-
-    def times(self) -> dict[str, Any]:
-        """Return the columns of a layer profile that say how long it takes."""
-        return {
-            "forward_time": self.forward_time,
-            "backward_time": self.backward_time,
-            "recompute_time": self.forward_time,
-            "no_grad_forward_time": self.no_grad_forward_time,
-            "forward_host_time": self.forward_host_time,
-            "backward_host_time": self.backward_host_time,
-        }
 
 
 def find_costs(chain: Chain, value: Value, rates: DeviceRates) -> Costs:
@@ -204,15 +191,16 @@ def find_costs(chain: Chain, value: Value, rates: DeviceRates) -> Costs:
         parameter.grad = None
     operations = forward.operations | backward.operations | without_graph.operations
     reasons = BY_OPERATION[rates.device_type]
-    return Costs(
-        forward_time=forward.seconds,
-        backward_time=backward.seconds,
-        no_grad_forward_time=without_graph.seconds,
-        forward_host_time=forward.host_seconds,
-        backward_host_time=backward.host_seconds,
-        flops=forward.flops,
-        approximate=tuple(sorted({str(reasons[name]) for name in operations & reasons.keys()})),
-    )
+    times = {
+        "forward_time": forward.seconds,
+        "backward_time": backward.seconds,
+        "recompute_time": forward.seconds,
+        "no_grad_forward_time": without_graph.seconds,
+        "forward_host_time": forward.host_seconds,
+        "backward_host_time": backward.host_seconds,
+    }
+    approximate = sorted({str(reasons[name]) for name in operations & reasons.keys()})
+    return Costs(times, forward.flops, tuple(approximate))
 
 
 def _uses_tensorfloat32(name: str) -> bool:

@@ -8,10 +8,11 @@ make depends on nothing but shapes, strides and dtypes: so it is looked up.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from gpipebal.pipeline.values.tensors import storage_key
@@ -161,8 +162,7 @@ def _description(result: Any, operands: Any) -> tuple[Any] | None:
         described = _described(result)
     except _Unclear:
         return None
-    keys = [storage_key(one) for one in _tensors(operands)]
-    made = [storage_key(one) for one in _tensors(result)]
+    keys, made = _keys_in(operands), _keys_in(result)
     # Numbers alone may tell anything, such as whether two operands share memory.
     is_own = bool(made) and len({*made}) == len(made) and {*made}.isdisjoint(keys)
     return (described,) if is_own else None
@@ -194,11 +194,7 @@ def _again(described: Any, args: tuple[Any, ...]) -> Any:
     return described
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors([*value.values()])
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
+def _keys_in(value: Any) -> list[int]:
+    """Return the keys of the storages of all tensors in a tree."""
+    leaves = pytree.tree_leaves(value)
+    return [storage_key(leaf) for leaf in leaves if isinstance(leaf, Tensor)]

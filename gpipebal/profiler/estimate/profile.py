@@ -14,6 +14,7 @@ from gpipebal.errors import GpipebalError, ProfileError
 from gpipebal.pipeline.process.eager import run_eagerly
 from gpipebal.profile import LayerProfile, Profile, StepTerms
 from gpipebal.profile.moments import keep_largest
+from gpipebal.profiler.chain.failures import first_line_of
 from gpipebal.profiler.chain.numbers import Arrived, Numbers
 from gpipebal.profiler.chain.value import Value
 from gpipebal.profiler.describe import describe_profile, known_columns, main_dtype, software
@@ -82,7 +83,7 @@ def estimate_training(
                 except GpipebalError as error:
                     if rows is not None:
                         raise
-                    left_out[str(size)] = str(error).splitlines()[0]
+                    left_out[str(size)] = first_line_of(error)
         return work, main
 
     with left_alone([*training.modules, training.loss_fn]), torch_state_kept():
@@ -154,7 +155,7 @@ class _Work:
             try:
                 self.data.target.first_of(self.data.sizes)
             except GpipebalError as error:
-                self._undivided = str(error).splitlines()[0]
+                self._undivided = first_line_of(error)
 
     def _estimate_optimizer(self, found: Survey, chunks: int) -> OptimizerCosts:
         """Find out what the optimizer costs, by the first walk along the layers."""
@@ -197,7 +198,7 @@ class _Work:
         kind, optimizer = self.rates.device_type, self._optimizer
         columns = known_columns(self.names, self.modules, found, optimizer, kind)
         layers = tuple(
-            LayerProfile(**of_layer.times(), **known)
+            LayerProfile(**of_layer.times, **known)
             for known, of_layer in zip(columns, costs, strict=True)
         )
         gathered: tuple[int, ...] = ()

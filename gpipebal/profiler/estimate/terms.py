@@ -71,7 +71,7 @@ def estimate_loss(
             raise
         raise loss_failed(error) from error.__cause__
     found = LossSurvey(chain, memory, costs.flops)
-    return describe_loss(found, costs.times()), costs.approximate
+    return describe_loss(found, costs.times), costs.approximate
 
 
 def estimate_gather(outputs: Outputs, rates: DeviceRates) -> tuple[float, Value]:

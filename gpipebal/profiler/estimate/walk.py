@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -137,7 +136,7 @@ def run_on_stand_ins(
         memory, passed = measure_layer_memory(chain, 0, arrived, numbers, there)
     note_fast_paths(chain.layers[0], notes)
     approximate = tuple(sorted(notes.union(costs.approximate)))
-    return memory, passed, replace(costs, approximate=approximate)
+    return memory, passed, costs._replace(approximate=approximate)
 
 
 @contextmanager

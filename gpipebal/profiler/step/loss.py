@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from gpipebal.profiler.memory.layer_memory import LayerMemory
 from gpipebal.profiler.memory.storages import measure_layer_memory
 from gpipebal.profiler.replicas.replica import replicate
 from gpipebal.profiler.times.rounds import Times
+from gpipebal.profiler.times.settle import spread_of
 
 __all__ = [
     "LossChain",
@@ -134,8 +135,8 @@ def times_of_loss(times: Times) -> dict[str, float]:
         "forward_time": statistics.median(forward),
         "backward_time": statistics.median(backward),
         "recompute_time": statistics.median(forward),
-        "forward_spread": _spread_of(forward),
-        "backward_spread": _spread_of(backward),
+        "forward_spread": spread_of(forward),
+        "backward_spread": spread_of(backward),
         "no_grad_forward_time": statistics.median(times.loss_without_graph),
     }
 
@@ -210,11 +211,3 @@ def loss_failed(error: ProfileError) -> ProfileError:
         f"the loss failed: {said(cause)}\n"
         "Fix: give a loss_fn and a target for the output of the whole mini-batch."
     )
-
-
-def _spread_of(values: Sequence[float]) -> float:
-    """Return the interquartile range of some values."""
-    if len(values) < 2:
-        return 0.0
-    quartiles = statistics.quantiles(values, n=4, method="inclusive")
-    return quartiles[2] - quartiles[0]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Settled", "settle", "settle_launches", "settle_rounds", "whole_again"]
+__all__ = ["Settled", "settle", "settle_launches", "settle_rounds", "spread_of", "whole_again"]
 
 #: A layer keeps at least this share of its measured time.
 LEAST_SHARE = 0.1
@@ -71,7 +71,7 @@ def settle_rounds(layers: Sequence[Sequence[float]], whole: Sequence[float]) -> 
         spread=spread,
         measured=float(np.median(table.sum(axis=1))),
         whole=in_one_piece,
-        whole_spread=float(np.subtract(*np.percentile(whole, [75, 25]))),
+        whole_spread=spread_of(whole),
         rounds=rounds,
     )
 
@@ -126,6 +126,11 @@ def whole_again(
         return list(whole)
     longer = _medians(again).sum() - _medians(layers).sum()
     return [max(0.0, float(seconds + longer)) for seconds in whole]
+
+
+def spread_of(seconds: Sequence[float]) -> float:
+    """Return the interquartile range of some times."""
+    return float(np.subtract(*np.percentile(seconds, [75, 25])))
 
 
 def _medians(rounds: Sequence[Sequence[float]]) -> NDArray[np.float64]:

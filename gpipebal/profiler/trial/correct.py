@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from gpipebal.profile import AloneShares, LayerProfile, Profile, TurnTimes
+from gpipebal.profiler.chain.failures import first_line_of
 from gpipebal.profiler.replicas.moved import moves_what_others_reach
 from gpipebal.profiler.setting import available_memory
 from gpipebal.profiler.trial.findings import Trial
@@ -43,8 +44,7 @@ def try_out(
         return correct(profile, run_trial(profile, setting, seconds))
     except Exception as error:
         # What the executor refuses can be profiled all the same.
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        return _with_flag(profile, f"not tried as a pipeline: {reason}")
+        return _with_flag(profile, f"not tried as a pipeline: {first_line_of(error)}")
 
 
 def chunks_that_fit(profile: Profile, chunks: int) -> int:

@@ -36,6 +36,7 @@ from gpipebal.problem import Problem
 from gpipebal.profile import Profile
 from gpipebal.profiler.chain.batch import Batch
 from gpipebal.profiler.chain.data import Data
+from gpipebal.profiler.chain.gradients import needs_gradient
 from gpipebal.profiler.chain.value import as_leaves
 from gpipebal.profiler.step.step import BEYOND_CACHES
 from gpipebal.profiler.trial.findings import Trial, read_trial
@@ -251,7 +252,7 @@ def _go_back(output: Any, setting: Setting) -> tuple[bool, ...]:
         For each tensor of the output that requires a gradient, whether the loss gives it one.
     """
     leaves, structure = flatten(output)
-    ends = _wanting(leaves)
+    ends = list(filter(needs_gradient, leaves))
     if not ends:
         return ()
     gradients: Sequence[Tensor | None]
@@ -261,16 +262,12 @@ def _go_back(output: Any, setting: Setting) -> tuple[bool, ...]:
         cut = as_leaves(leaves, wants=True)
         target = setting.data.target_of(setting.data.sizes)
         loss = call_loss(setting.loss_fn, unflatten(cut, structure), target)
-        gradients = torch.autograd.grad(loss, _wanting(cut), allow_unused=True)
+        gradients = torch.autograd.grad(loss, [*filter(needs_gradient, cut)], allow_unused=True)
     # A loss may leave an output alone.
     used = [pair for pair in zip(ends, gradients, strict=True) if pair[1] is not None]
     if used:
         torch.autograd.backward([end for end, _ in used], [gradient for _, gradient in used])
     return tuple(gradient is not None for gradient in gradients)
-
-
-def _wanting(leaves: Sequence[Any]) -> list[Tensor]:
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 class _NoLoss:
@@ -286,7 +283,7 @@ class _NoLoss:
         self._ones: dict[tuple[Any, ...], Tensor] = {}
 
     def __call__(self, output: Any) -> Tensor:
-        ends = _wanting(flatten(output)[0])
+        ends = list(filter(needs_gradient, flatten(output)[0]))
         # One micro-batch may have fewer of them.
         if len(self.used) == len(ends) and any(self.used):
             ends = [end for end, used in zip(ends, self.used, strict=True) if used]
