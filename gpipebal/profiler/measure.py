@@ -226,6 +226,8 @@ def profile_model(
         return estimate_training(training, rows=rows, rates=rates, progress=progress)
     _refuse("method='measure'", "method='estimate' takes rates", {"rates": rates})
     check_values(training.layers, sample, keywords, target)
+    if isinstance(loss_fn, nn.Module):
+        check_values({"loss": loss_fn})
     where = device_for(device)
     n_threads = (
         share_of_cores(n_partitions) if threads is None else check_threads("threads", threads)

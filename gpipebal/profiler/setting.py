@@ -12,16 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gpipebal.argument_kinds import plain_number, whole_number
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.layers.chain import layers_of as chain_layers_of
 from gpipebal.pipeline.layers.devices import parse_device
 from gpipebal.pipeline.values.microbatch import flatten
-from gpipebal.profiler.replicas.replica import check_not_lazy
 
 __all__ = [
     "available_memory",
+    "check_not_lazy",
     "check_timeout",
     "check_values",
     "choose_rows",
@@ -48,6 +49,19 @@ def layers_of(module: nn.Module) -> dict[str, nn.Module]:
             "Fix: profile a module with at least one layer."
         )
     return layers
+
+
+def check_not_lazy(name: str, layer: nn.Module) -> None:
+    """Refuse a layer whose parameters or buffers get their shapes at the first forward.
+
+    Raises:
+        ProfileError: it has not run yet.
+    """
+    if any(map(is_lazy, (*layer.parameters(), *layer.buffers()))):
+        raise ProfileError(
+            f"layer {name!r} has no shapes yet (expected some: lazy layers have them from their "
+            "first forward on).\nFix: run model(sample) once."
+        )
 
 
 def check_values(layers: Mapping[str, nn.Module], *data: Any) -> None:

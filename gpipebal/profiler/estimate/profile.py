@@ -22,9 +22,8 @@ from gpipebal.profiler.estimate.stand_ins import META
 from gpipebal.profiler.estimate.terms import estimate_gather, estimate_loss, estimate_optimizer
 from gpipebal.profiler.estimate.walk import Walk
 from gpipebal.profiler.replicas.harmless import left_alone
-from gpipebal.profiler.replicas.replica import check_not_lazy
 from gpipebal.profiler.replicas.torch_state import torch_state_kept
-from gpipebal.profiler.setting import choose_rows, random_numbers_kept
+from gpipebal.profiler.setting import check_not_lazy, choose_rows, random_numbers_kept
 from gpipebal.profiler.step.by_layer import OptimizerCosts, optimizer_costs
 from gpipebal.profiler.survey import Survey
 from gpipebal.profiler.times.progress import progress_bar

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from gpipebal.errors import ProfileError
 from gpipebal.profiler.chain.failures import said
-from gpipebal.profiler.replicas.copying import buffer_like, copy_layer, parameter_like
+from gpipebal.profiler.replicas.copying import copy_layer, parameter_like
 
 __all__ = ["META", "stand_in_for"]
 
@@ -37,7 +37,7 @@ def stand_in_for(name: str, layer: nn.Module) -> nn.Module:
         for parameter in layer.parameters():
             memo[id(parameter)] = parameter_like(parameter, _without_memory(parameter))
         for buffer in layer.buffers():
-            memo[id(buffer)] = buffer_like(buffer, _without_memory(buffer))
+            memo[id(buffer)] = _without_memory(buffer)
     except (NotImplementedError, RuntimeError, TypeError) as error:
         # Classes of tensors, such as quantised ones, may not have this operation.
         raise ProfileError(

@@ -13,13 +13,13 @@ from gpipebal.copies import deep_copy
 from gpipebal.errors import ProfileError
 from gpipebal.profiler.chain.failures import said
 
-__all__ = ["buffer_like", "copy_attributes", "copy_layer", "parameter_like"]
+__all__ = ["copy_layer", "parameter_like"]
 
 
 def parameter_like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
-    """Make a parameter of the same class, with the same attributes and these values.
+    """Make a parameter of the same class, with these values.
 
-    Tensors among the attributes are copied; the rest is shared until `copy_attributes`.
+    It has the same attributes, until `copy_layer` copies a layer that has the parameter.
 
     Args:
         parameter: The parameter; it is not changed.
@@ -31,32 +31,16 @@ def parameter_like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
         made: nn.Parameter = Tensor._make_subclass(kind, values, needs)
     else:
         made = nn.Parameter(values, needs)
-    vars(made).update(_attributes(parameter, values))
+    vars(made).update(vars(parameter))
     return made
 
 
-def buffer_like(buffer: Tensor, values: Tensor) -> Tensor:
-    """Give a tensor the attributes that a buffer has, as `parameter_like` does; return it."""
-    vars(values).update(_attributes(buffer, values))
-    return values
-
-
-def _attributes(tensor: Tensor, values: Tensor) -> dict[str, Any]:
-    """Return a tensor's attributes; tensors among them are copied to where the values are."""
-    return {
-        name: torch.empty_like(each.detach(), device=values.device)
-        if isinstance(each, Tensor) and values.is_meta
-        else each.detach().to(values.device, copy=True)
-        if isinstance(each, Tensor)
-        else each
-        for name, each in vars(tensor).items()
-    }
-
-
-def copy_attributes(
-    tensors: Iterable[Tensor], memo: dict[int, Any], copying: TorchFunctionMode | None = None
+def _copy_attributes(
+    tensors: Iterable[Tensor], memo: dict[int, Any], copying: TorchFunctionMode | None
 ) -> None:
-    """Give the copies of tensors copies of all that is an attribute of these, such as a dictionary.
+    """Give the copies of tensors copies of all that is an attribute of these.
+
+    Tensors among the attributes go where the copy is.
 
     Args:
         tensors: Parameters and buffers.
@@ -65,10 +49,16 @@ def copy_attributes(
     """
     for tensor in tensors:
         made = memo.get(id(tensor), tensor)
-        if made is not tensor:
-            for name, each in vars(tensor).items():
-                if not isinstance(each, Tensor):
-                    vars(made)[name] = deep_copy(each, memo, copying)
+        if made is tensor:
+            continue
+        for name, each in vars(tensor).items():
+            if not isinstance(each, Tensor):
+                copied = deep_copy(each, memo, copying)
+            elif made.is_meta:
+                copied = torch.empty_like(each.detach(), device=made.device)
+            else:
+                copied = each.detach().to(made.device, copy=True)
+            vars(made)[name] = copied
 
 
 def copy_layer(
@@ -92,7 +82,7 @@ def copy_layer(
         ProfileError: it cannot be copied.
     """
     try:
-        copy_attributes((*layer.parameters(), *layer.buffers()), memo, copying)
+        _copy_attributes((*layer.parameters(), *layer.buffers()), memo, copying)
         copied: nn.Module = deep_copy(layer, memo, copying)
     except Exception as error:
         raise ProfileError(

@@ -13,15 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from gpipebal.errors import ProfileError
 from gpipebal.pipeline.layers.attributes import attributes_of
 from gpipebal.profiler.replicas.compiled import compile_alike
-from gpipebal.profiler.replicas.copying import buffer_like, copy_layer, parameter_like
+from gpipebal.profiler.replicas.copying import copy_layer, parameter_like
 
 __all__ = [
-    "check_not_lazy",
     "kept_by",
     "replicate",
     "stand_ins",
@@ -46,7 +44,7 @@ def replicate(
 
     Args:
         names: Names of the layers.
-        layers: The caller's layers; they are not changed.
+        layers: The caller's layers, which have values (see `check_values`); they are not changed.
         device: Where the copies will be.
         private: Layers whose parameters are copied too.
         keep_modes: Whether all parts stay in training or evaluation mode; else all are trained.
@@ -54,7 +52,7 @@ def replicate(
             (by a hook that knows the model), and each copy of it would have copies of them all.
 
     Raises:
-        ProfileError: a layer cannot be copied.
+        ProfileError: a layer cannot be copied, or its parameters cannot be trained.
     """
     memo: dict[int, Any] = dict(known or {})
     # This includes parameters that another layer has too.
@@ -62,13 +60,7 @@ def replicate(
     for key in own:
         memo.pop(key, None)
     for index, layer in enumerate(layers):
-        check_not_lazy(names[index], layer)
         for parameter in layer.parameters():
-            if parameter.device.type == "meta":
-                raise ProfileError(
-                    "a model without values cannot be measured: its parameters are on the meta "
-                    "device.\nFix: make the model on a real device."
-                )
             if parameter.is_inference():
                 raise ProfileError(
                     f"layer {names[index]!r} cannot be trained: its parameters were made in "
@@ -79,7 +71,7 @@ def replicate(
                 memo[id(parameter)] = parameter_like(parameter, values)
         for buffer in layer.buffers():
             if id(buffer) not in memo:
-                memo[id(buffer)] = buffer_like(buffer, buffer.detach().to(device, copy=True))
+                memo[id(buffer)] = buffer.detach().to(device, copy=True)
     replicas = []
     for name, layer in zip(names, layers, strict=True):
         replicas.append(copy_layer(name, layer, memo, keep_modes=keep_modes))
@@ -88,26 +80,13 @@ def replicate(
     return replicas
 
 
-def check_not_lazy(name: str, layer: nn.Module) -> None:
-    """Refuse a layer whose parameters or buffers get their shapes at the first forward.
-
-    Raises:
-        ProfileError: it has not run yet.
-    """
-    if any(map(is_lazy, (*layer.parameters(), *layer.buffers()))):
-        raise ProfileError(
-            f"layer {name!r} has no shapes yet (expected some: lazy layers have them from their "
-            "first forward on).\nFix: run model(sample) once."
-        )
-
-
 def stand_ins(layers: Sequence[nn.Module], device: torch.device) -> dict[int, nn.Parameter]:
     """Return parameters that share the memory of those of layers on a device, by identity."""
     return {
         id(parameter): parameter_like(parameter, parameter.detach())
         for layer in layers
         for parameter in layer.parameters()
-        if parameter.device == device and not is_lazy(parameter) and not parameter.is_inference()
+        if parameter.device == device and not parameter.is_inference()
     }
 
 
