@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ __all__ = [
     "parts_of",
     "plain_parts",
     "storage_key",
+    "storage_keys",
+    "stored_parts",
     "version_of",
 ]
 
@@ -82,6 +85,16 @@ def plain_parts(tensor: Tensor) -> tuple[Tensor, ...]:
         parts = [part for one in inner if isinstance(one, Tensor) for part in plain_parts(one)]
         return tuple(parts) or (tensor,)
     return parts_of(tensor)
+
+
+def stored_parts(tensor: Tensor) -> list[Tensor]:
+    """Return those of its plain parts that have storages of their own."""
+    return list(filter(has_storage, plain_parts(tensor)))
+
+
+def storage_keys(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the key of each storage that tensors have; one that they share more than once."""
+    return [storage_key(part) for tensor in tensors for part in stored_parts(tensor)]
 
 
 def bytes_of(tensor: Tensor) -> int:

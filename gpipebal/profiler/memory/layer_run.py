@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from gpipebal.pipeline.layers.attributes import tensors_in
 from gpipebal.pipeline.process.phase import phase
-from gpipebal.pipeline.values.tensors import has_storage, plain_parts, storage_key
+from gpipebal.pipeline.values.tensors import (
+    has_storage,
+    plain_parts,
+    storage_key,
+    storage_keys,
+    stored_parts,
+)
 from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.gradients import (
     Begun,
@@ -208,7 +214,7 @@ def _run_forward(
     packed: dict[int, weakref.ref[Any]] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        for part in filter(has_storage, plain_parts(tensor)):
+        for part in stored_parts(tensor):
             # In the order of saving: what has gone by now may have had the same key.
             packed.pop(storage_key(part), None)
             packed[storage_key(part)] = weakref.ref(part.untyped_storage())
@@ -233,7 +239,7 @@ def _run_forward(
     saved = {key: size for key, size in saved.items() if key in live}
     # What it hands on it may keep for longer than the next layer needs it.
     elsewhere = {*saved, *map(storage_key, filter(has_storage, given))}
-    kept = [each for each in kept_by(layer) if elsewhere.isdisjoint(_keys_of(each))]
+    kept = [each for each in kept_by(layer) if elsewhere.isdisjoint(storage_keys([each]))]
     kept_bytes = _bytes_of_kept(kept, born)
     return ForwardRun(inputs, passed, outputs, moments, saved, constant, kept_bytes)
 
@@ -302,7 +308,7 @@ def _saved_in_all(
     # What is gone was saved for a result that was not used; its key may be another's by now.
     saved = _bytes_of_live(packed)
     handed = {storage_key(leaf) for leaf in outputs if has_storage(leaf)}
-    mine = {key for tensor in own_tensors(layer) for key in _keys_of(tensor)} - saved.keys()
+    mine = set(storage_keys(own_tensors(layer))) - saved.keys()
     others = set(born) - handed - mine
     for key in filter(others.__contains__, ledger.live_now()):  # in the order of their births
         saved.setdefault(key, ledger.bytes_of(key) or 0)
@@ -352,7 +358,3 @@ def _kept_by_functions(outputs: Iterable[Any]) -> Iterator[Tensor]:
 def own_tensors(layer: nn.Module) -> tuple[Tensor, ...]:
     """Return what a layer always has: parameters, buffers, tensors kept as attributes."""
     return (*layer.parameters(), *kept_by(layer))
-
-
-def _keys_of(tensor: Tensor) -> list[int]:
-    return [storage_key(part) for part in plain_parts(tensor)]

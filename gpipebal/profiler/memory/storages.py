@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpipebal.pipeline.values.tensors import bytes_of, has_storage, plain_parts, storage_key
+from gpipebal.pipeline.values.tensors import bytes_of, plain_parts, storage_key, storage_keys
 from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.failures import memory_for
 from gpipebal.profiler.chain.gradients import needs_gradient
@@ -59,7 +59,7 @@ def measure_layer_memory(
     if chain.device.type == "cuda":
         _warm_up(chain, k, value)
     own = own_tensors(layer)
-    keys_of_own = [storage_key(x) for one in own for x in plain_parts(one) if has_storage(x)]
+    keys_of_own = storage_keys(own)
     there = (*own, *tensors_reached(layer), *constants)
     constants = [part for one in there for part in plain_parts(one)]
     ledger = DeviceLedger(chain.device)

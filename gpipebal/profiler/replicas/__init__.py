@@ -2,6 +2,7 @@
 
 Read in this order: `copying` (a copy of one layer), `replica` (copies that share the parameters'
 memory), `owned` (bytes that layers have all the time), `compiled` (layers that torch compiles),
-`foreign`, `caches`, `harmless` and `torch_state` (what is put back afterwards), `moved` (what no
-two threads may use at once), `reads` and `identity` (which layers are alike).
+`spoken` (what code speaks of), `foreign`, `caches`, `harmless` and `torch_state` (what is put back
+afterwards), `moved` (what no two threads may use at once), `reads` and `identity` (which layers are
+alike).
 """

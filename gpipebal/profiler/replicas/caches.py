@@ -13,15 +13,11 @@ code does not name, or that are in objects with ``__slots__`` or very many entri
 from __future__ import annotations
 
 import contextvars
-import dis
 import functools
-import sys
 import types
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from importlib.util import resolve_name
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,13 +32,18 @@ from gpipebal.contents import (
     slots_in,
 )
 from gpipebal.pipeline.layers.attributes import MOST_INSIDE, inside_of, tensors_in
+from gpipebal.profiler.replicas.spoken import (
+    global_names,
+    held_by,
+    imported_in,
+    is_others,
+    spoken_of,
+)
 
-__all__ = ["caches_kept", "global_names", "is_others", "spoken_in", "spoken_of"]
+__all__ = ["caches_kept"]
 
 #: Objects inside objects are looked at to this depth, and this many at most.
 _DEPTH, _MOST_OBJECTS = 12, 20_000
-#: Packages whose functions keep nothing of a layer.
-_OTHERS = frozenset({"torch", "numpy", "gpipebal", "builtins", "functools", "contextlib", "typing"})
 _PLAIN = (Tensor, str, bytes, int, float, type(None))
 _GONE = object()
 #: Attributes that every module has, mostly empty, such as hooks; without those that a forward may
@@ -101,26 +102,17 @@ class _Places:
             self._look_into(value, type(value), depth - 1)
 
     def _look_into(self, value: Any, kind: type, depth: int) -> None:
-        if kind is functools._lru_cache_wrapper:
+        held = held_by(value)
+        if held is not None:
+            self._look_at_all(held, depth)
+        elif kind is functools._lru_cache_wrapper:
             self.memos.append((value, value.cache_info().misses))
             self._look(value.__wrapped__, depth)
         elif issubclass(kind, types.FunctionType):
             if not is_others(value):
                 self._look_into_function(value, depth)
-        elif issubclass(kind, types.MethodType):
-            self._look_at_all((value.__func__, value.__self__), depth)
-        elif issubclass(kind, (staticmethod, classmethod)):
-            self._look(value.__func__, depth)
-        elif issubclass(kind, property):
-            self._look(value.fget, depth)
-        elif issubclass(kind, functools.cached_property):
-            self._look(value.func, depth)
-        elif issubclass(kind, weakref.ref):
-            self._look(weakref.ref.__call__(value), depth)
         elif issubclass(kind, contextvars.ContextVar):
             self._look(value.get(None), depth)
-        elif issubclass(kind, functools.partial):
-            self._look_at_all((value.func, *value.args, *value.keywords.values()), depth)
         elif issubclass(kind, type):
             self._look_into_class(value, depth)
         elif issubclass(kind, dict):
@@ -179,7 +171,7 @@ class _Places:
                 held = cell.cell_contents
                 self.undo.append(functools.partial(_put_back_cell, cell, held))
                 self._look(held, depth)
-        for module in _imported_in(function):
+        for module in imported_in(function):
             if not is_others(module):
                 self._look_at_all(spoken_of(module, function), depth)
         space, named = function.__globals__, global_names(function)
@@ -190,67 +182,6 @@ class _Places:
                 self._look(value, depth)
             elif not is_others(value):
                 self._look_at_all(spoken_of(value, function), depth)
-
-
-def is_others(value: Any) -> bool:
-    """Tell whether a function, a class or a module of Python is a library's."""
-    home = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
-    return home is not None and home.partition(".")[0] in _OTHERS
-
-
-def _codes_of(function: types.FunctionType) -> Iterator[types.CodeType]:
-    """Yield the code of a function, and of those inside of it."""
-    codes = [function.__code__]
-    while codes:
-        code = codes.pop()
-        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-        yield code
-
-
-def global_names(function: types.FunctionType) -> list[str]:
-    """Return the global names that a function reads or sets, also in functions inside of it."""
-    return [name for code in _codes_of(function) for name in _names_in(code)]
-
-
-def spoken_in(function: types.FunctionType) -> set[str]:
-    """Return the names that a function speaks of, also of attributes."""
-    return {name for code in _codes_of(function) for name in code.co_names}
-
-
-def spoken_of(module: types.ModuleType, function: types.FunctionType) -> list[Any]:
-    """Return what of a Python module has names that a function speaks of."""
-    return [vars(module)[name] for name in spoken_in(function) & vars(module).keys()]
-
-
-def _imported_in(function: types.FunctionType) -> Iterator[types.ModuleType]:
-    """Yield the modules that a function imports itself, if they are loaded already."""
-    package = function.__globals__.get("__package__") or ""
-    for code in _codes_of(function):
-        for name, level in _imports_in(code):
-            with suppress(ImportError, ValueError):
-                module = sys.modules.get(resolve_name("." * level + name, package))
-                if module is not None:
-                    yield module
-
-
-@functools.lru_cache(4096)
-def _imports_in(code: types.CodeType) -> tuple[tuple[str, int], ...]:
-    steps = list(dis.get_instructions(code))
-    found = []
-    for k, step in enumerate(steps):
-        if step.opname == "IMPORT_NAME":
-            level = steps[k - 2].argval if k > 1 else 0
-            found.append((str(step.argval), level if isinstance(level, int) else 0))
-    return tuple(found)
-
-
-@functools.lru_cache(4096)
-def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    return tuple(
-        str(step.argval)
-        for step in dis.get_instructions(code)
-        if step.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME")
-    )
 
 
 def _holds_tensors(value: Any) -> bool:

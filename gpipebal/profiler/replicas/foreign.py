@@ -20,7 +20,12 @@ from torch.nn.parameter import is_lazy
 
 from gpipebal.pipeline.layers.attributes import attributes_of
 from gpipebal.pipeline.process.eager import EagerDispatchMode
-from gpipebal.pipeline.values.tensors import has_storage, plain_parts, storage_key
+from gpipebal.pipeline.values.tensors import (
+    has_storage,
+    storage_key,
+    storage_keys,
+    stored_parts,
+)
 from gpipebal.profiler.chain.gradients import nodes_behind
 
 __all__ = ["Kept", "Watch", "foreign_kept", "has_foreign", "moves_foreign", "note_mover"]
@@ -68,7 +73,7 @@ class Kept:
             self._behind.callback(module._buffers.__setitem__, name, buffer)
             if buffer is not None:
                 self._behind.callback(_put_form_back, buffer, buffer.data)
-                parts = list(_parts_of([buffer]))
+                parts = stored_parts(buffer)
                 for part in parts:
                     if part.is_contiguous() and part.nbytes < part.untyped_storage().nbytes():
                         # The rest, of a flat checkpoint perhaps, is not kept twice.
@@ -162,8 +167,8 @@ class Watch(EagerDispatchMode):
         own = [*inputs, *parameters, *others]
         # Parameters may share the memory of the caller's, but are not the same tensors.
         self._seen = set(map(id, own))
-        self._own = set(_keys_of(own))
-        self._made = set(_keys_of([*inputs, *others, *(() if shares else parameters)]))
+        self._own = set(storage_keys(own))
+        self._made = set(storage_keys([*inputs, *others, *(() if shares else parameters)]))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -174,7 +179,7 @@ class Watch(EagerDispatchMode):
         self.take(given)
         before: list[tuple[Tensor, Any]] = []
         for tensor in _written_by(func, args, kwargs):
-            parts = [p for p in _parts_of([tensor]) if storage_key(p) not in self._made]
+            parts = [p for p in stored_parts(tensor) if storage_key(p) not in self._made]
             if parts:
                 before.append((tensor, _memory_of(tensor)))
             for part in parts:
@@ -182,7 +187,7 @@ class Watch(EagerDispatchMode):
         result = func(*args, **kwargs)
         if any(known is None or _memory_of(tensor) != known for tensor, known in before):
             self._keeper.movers.add(self._name)
-        self._made |= set(_keys_of(_tensors_in(result))).difference(_keys_of(given))
+        self._made |= set(storage_keys(_tensors_in(result))).difference(storage_keys(given))
         return result
 
     def take(self, tensors: Iterable[Tensor]) -> None:
@@ -191,7 +196,7 @@ class Watch(EagerDispatchMode):
             leaf = _leaf_of(tensor)
             if leaf is None or id(leaf) in self._seen:
                 continue
-            keys = set(_keys_of([leaf]))
+            keys = set(storage_keys([leaf]))
             if self._own.isdisjoint(keys):
                 if not self._made.isdisjoint(keys):
                     continue
@@ -255,15 +260,6 @@ def _leaf_of(tensor: Tensor) -> Tensor | None:
 
 def _tensors_in(value: Any) -> list[Tensor]:
     return [each for each in pytree.tree_leaves(value) if isinstance(each, Tensor)]
-
-
-def _parts_of(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    for tensor in tensors:
-        yield from filter(has_storage, plain_parts(tensor))
-
-
-def _keys_of(tensors: Iterable[Tensor]) -> Iterator[int]:
-    return map(storage_key, _parts_of(tensors))
 
 
 def _written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -16,7 +16,6 @@ import inspect
 import os
 import threading
 import types
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,15 +25,16 @@ from torch import Tensor, nn
 
 from gpipebal.contents import attribute_values, contents_of, size_of
 from gpipebal.pipeline.layers.attributes import attributes_of
-from gpipebal.profiler.replicas.caches import (
-    caches_kept,
+from gpipebal.profiler.replicas.caches import caches_kept
+from gpipebal.profiler.replicas.compiled import is_compiled
+from gpipebal.profiler.replicas.foreign import foreign_kept
+from gpipebal.profiler.replicas.spoken import (
     global_names,
+    held_by,
     is_others,
     spoken_in,
     spoken_of,
 )
-from gpipebal.profiler.replicas.compiled import is_compiled
-from gpipebal.profiler.replicas.foreign import foreign_kept
 
 __all__ = ["left_alone", "reached_past", "tensors_reached", "uses_compiled", "weights_reached"]
 
@@ -126,15 +126,9 @@ _NOTHING_IN = (
 
 def _inside(value: Any) -> Iterable[Any]:
     kind = type(value)
-    contents = contents_of(value)
-    if contents is not None:
-        return contents
-    if issubclass(kind, functools.partial):
-        return (value.func, *value.args, *value.keywords.values())
-    if issubclass(kind, types.MethodType):
-        return (value.__self__, value.__func__)
-    if issubclass(kind, weakref.ref):
-        return (weakref.ref.__call__(value),)
+    for held in (contents_of(value), held_by(value)):
+        if held is not None:
+            return held
     if issubclass(kind, nn.Module):
         kept = ("_parameters", "_buffers", "_modules")
         return [each for name, each in vars(value).items() if name not in kept]

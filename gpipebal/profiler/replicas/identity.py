@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from gpipebal.contents import contents_of, pairs_of, slots_in
 from gpipebal.pipeline.layers.attributes import tensors_in
-from gpipebal.pipeline.values.tensors import bytes_of, has_storage, plain_parts
+from gpipebal.pipeline.values.tensors import bytes_of, has_storage, plain_parts, stored_parts
 from gpipebal.profiler.replicas.harmless import tensors_reached
 from gpipebal.profiler.replicas.reads import EVERYTHING, reads_unseen
 
@@ -194,7 +194,7 @@ def _with_values(tensor: Tensor) -> tuple[Hashable, ...]:
     kind = _kind_of(tensor)
     if bytes_of(tensor) > _SMALL:
         return kind
-    parts = [part for part in plain_parts(tensor) if has_storage(part) and part.dtype in _WHOLE]
+    parts = [part for part in stored_parts(tensor) if part.dtype in _WHOLE]
     values = [part.detach().cpu().numpy().tobytes() for part in parts if not part.is_meta]
     return *kind, *(hashlib.sha256(each).digest() for each in values)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from gpipebal.pipeline.values.tensors import has_storage, plain_parts
+from gpipebal.pipeline.values.tensors import stored_parts
 from gpipebal.profiler.replicas.foreign import moves_foreign
 from gpipebal.profiler.replicas.harmless import tensors_reached
 
@@ -72,8 +72,7 @@ def moves_what_others_reach(layers: Mapping[str, nn.Module]) -> bool:
 
 def _places_of(tensor: Tensor) -> _Places:
     with torch.no_grad():
-        parts = filter(has_storage, plain_parts(tensor.detach()))
-        storages = [part.untyped_storage() for part in parts]
+        storages = [part.untyped_storage() for part in stored_parts(tensor.detach())]
     return [(each, each.data_ptr(), each.nbytes()) for each in storages]
 
 
