@@ -44,13 +44,12 @@ class SizeWalk:
 
     Attributes:
         rows: Its rows.
-        arrived: What goes into the next layer, on the host.
-        trail: What was found out about the layers so far.
+        trail: What was found out about the layers so far; what goes into the next one is on the
+            host.
         times: For each layer so far, its times.
     """
 
     rows: int
-    arrived: Arrived
     trail: Trail
     times: list[Times] = field(default_factory=list)
 
@@ -66,19 +65,18 @@ class SizeWalk:
                     leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in value.leaves
                 ]
                 value = replace(value, leaves=dense)
-        trail = Trail()
-        return cls(rows, trail.start(value), trail)
+        return cls(rows, Trail.start(value))
 
     def repeat(self, twin: Twin) -> None:
         """Go on after a layer that is like one that was measured."""
-        self.arrived = self.trail.repeat(twin, self.arrived)
+        self.trail.repeat(twin)
         self.times.append(self.times[twin.layer])
 
     def survey(self, routes: SkipEnds, device: torch.device) -> Survey:
         """Return the findings, once all layers are done."""
         with memory_for("the output"):
-            outputs = moved(self.arrived, device)
-        return self.trail.end(routes, outputs)
+            self.trail.arrived = moved(self.trail.arrived, device)
+        return self.trail.end(routes)
 
 
 def walk_alone(
@@ -109,7 +107,7 @@ def walk_alone(
     twins = Alike[Twin](training.modules if share else (), by_value=True)
     bench = _Bench(training, walks, device, pace, all_sizes)
     for k in range(len(training.layers)):
-        kinds = [training.kind_of_input(k, walk.arrived) for walk in walks if share]
+        kinds = [training.kind_of_input(k, walk.trail.arrived) for walk in walks if share]
         shares = share and None not in kinds
         keys = list(enumerate(kinds)) if shares else []
         known = [twin for key in keys if (twin := twins.find(k, key)) is not None]
@@ -118,13 +116,13 @@ def walk_alone(
             for walk, twin in zip(walks, known, strict=True):
                 walk.repeat(twin)
         else:
-            before = [walk.arrived.numbers for walk in walks]
+            before = [walk.trail.arrived.numbers for walk in walks]
             reads = bench.pass_layer(k, notes_reads=shares and twins.differ[k])
             if len(walks) < len(before):
                 twins.forget()  # they are numbered by size
             elif shares:
                 for walk, key, numbers in zip(walks, keys, before, strict=True):
-                    twins.add(k, key, Twin(k, numbers, walk.arrived), reads)
+                    twins.add(k, key, Twin(k, numbers, walk.trail.arrived), reads)
         pace.told()
     return bench.notes
 
@@ -159,12 +157,12 @@ class _Bench:
                 replica.train()  # what its parts do then may depend on its options
             for i, walk in enumerate(self.walks):
                 # Its input comes to the device for every round: only one size is there at a time.
-                start = walk.arrived.value
+                start = walk.trail.arrived.value
                 chain = self.training.chain_of(k, replica, self.device, start)
                 if subjects:
                     chain.written = subjects[0].chain.written
                 try:
-                    self._survey(walk, chain, finds_written=not subjects)
+                    self._survey(walk.trail, chain, finds_written=not subjects)
                     if reads is not None:
                         # It may read more when it is recomputed, as it will be clocked.
                         with _brought(chain):
@@ -178,19 +176,20 @@ class _Bench:
         self.walks[:] = [self.walks[i] for i in subjects]
         return reads
 
-    def _survey(self, walk: SizeWalk, chain: Chain, *, finds_written: bool) -> None:
+    def _survey(self, trail: Trail, chain: Chain, *, finds_written: bool) -> None:
         """Find out all about a layer that needs no repeats, and go on after it.
 
         Args:
-            walk: Has its input.
+            trail: Has its input.
             chain: The layer.
             finds_written: Whether to find out the inputs that it writes to.
         """
         with memory_for(f"the input of layer {chain.names[0]!r}"):
-            arrived = moved(walk.arrived, self.device, only=chain.pops[0])
+            arrived = moved(trail.arrived, self.device, only=chain.pops[0])
         if finds_written:
             chain.find_written(0, arrived.value)
-        walk.arrived = moved(walk.trail.pass_layer(chain, 0, arrived), _HOST)
+        trail.pass_layer(chain, 0, arrived)
+        trail.arrived = moved(trail.arrived, _HOST)
 
     def _give_up(self, i: int, error: GpipebalError) -> None:
         # Only its text is kept: its traceback holds all that the layer had made.

@@ -73,55 +73,54 @@ class Trail:
     """What is known of the first layers of a chain, at one size of micro-batch.
 
     Attributes:
-        numbers: Numbers of all storages so far.
+        arrived: What goes into the next layer.
         inputs: Storages of the chain's input.
+        numbers: Numbers of all storages so far.
         memory: Memory of these layers.
         flops: Their floating-point operations.
         skips: Storages of the skips that they stash.
     """
 
-    numbers: Numbers = field(default_factory=Numbers)
-    inputs: tuple[int, ...] = ()
+    arrived: Arrived
+    inputs: tuple[int, ...]
+    numbers: Numbers
     memory: list[LayerMemory] = field(default_factory=list)
     flops: list[int | None] = field(default_factory=list)
     skips: dict[Key, tuple[int, ...]] = field(default_factory=dict)
 
-    def start(self, value: Value) -> Arrived:
+    @classmethod
+    def start(cls, value: Value) -> Trail:
         """Begin with the chain's input."""
-        arrived = Arrived.first(value, self.numbers)
-        self.inputs = arrived.storages
-        return arrived
+        numbers = Numbers()
+        arrived = Arrived.first(value, numbers)
+        return cls(arrived, arrived.storages, numbers)
 
-    def pass_layer(self, chain: Chain, k: int, arrived: Arrived) -> Arrived:
-        """Find out all about the next layer that needs no repeats; return what it hands on.
+    def pass_layer(self, chain: Chain, k: int, arrived: Arrived) -> None:
+        """Find out all about the next layer that needs no repeats.
 
         Args:
             chain: A chain with the layer.
             k: Index of the layer in it.
-            arrived: What goes into the layer.
+            arrived: What goes into it, where the layer is.
 
         Raises:
             ProfileError: the layer failed.
         """
         flops = flops_of(chain, k, arrived.value)
         memory, passed = measure_layer_memory(chain, k, arrived, self.numbers)
-        return self.add(memory, flops, passed)
+        self.add(memory, flops, passed)
 
-    def add(self, memory: LayerMemory, flops: int | None, passed: Arrived) -> Arrived:
-        """Add what was found out about the next layer; return what it hands on."""
+    def add(self, memory: LayerMemory, flops: int | None, passed: Arrived) -> None:
+        """Add what was found out about the next layer, and what it hands on."""
         self.memory.append(memory)
         self.flops.append(flops)
         for key, numbers in passed.skips.items():
             self.skips.setdefault(key, distinct_numbers(numbers))
-        return passed
+        self.arrived = passed
 
-    def repeat(self, twin: Twin, arrived: Arrived) -> Arrived:
-        """Go on after a layer that is like an earlier one; return what it hands on.
-
-        Args:
-            twin: The earlier layer.
-            arrived: What goes into this one.
-        """
+    def repeat(self, twin: Twin) -> None:
+        """Go on after a layer that is like an earlier one."""
+        arrived = self.arrived
         known = dict(zip(twin.inputs, arrived.numbers, strict=True))
 
         def own(number: int) -> int:
@@ -137,18 +136,18 @@ class Trail:
         self.numbers.note(handed, map(needs_gradient, value.leaves))
         passed = Arrived(replace(value, skips=arrived.value.skips), handed, arrived.skips)
         memory = self.memory[twin.layer].renumbered(own, self.numbers)
-        return self.add(memory, self.flops[twin.layer], passed)
+        self.add(memory, self.flops[twin.layer], passed)
 
-    def end(self, routes: SkipEnds, outputs: Arrived) -> Survey:
+    def end(self, routes: SkipEnds) -> Survey:
         """Number the gradients, now that all layers are known.
 
         Args:
             routes: The skips of the chain.
-            outputs: What came out at the end.
         """
         gradients = number_gradients(self.memory, routes, self.numbers)
         skips = _describe_skips(routes, self.skips, gradients)
-        return Survey(self.memory, self.flops, self.numbers, self.inputs, outputs, skips, gradients)
+        known = (self.memory, self.flops, self.numbers, self.inputs, self.arrived)
+        return Survey(*known, skips, gradients)
 
 
 class Scout:
@@ -215,15 +214,14 @@ def survey(chain: Chain, routes: SkipEnds, scout: Scout | None = None) -> Survey
     Raises:
         ProfileError: a layer failed.
     """
-    trail = Trail()
-    arrived = trail.start(chain.start)
+    trail = Trail.start(chain.start)
     for k in range(len(chain.layers)):
         if scout is not None:
-            scout.before(k, arrived.value)
-        arrived = trail.pass_layer(chain, k, arrived)
+            scout.before(k, trail.arrived.value)
+        trail.pass_layer(chain, k, trail.arrived)
         if scout is not None:
             scout.behind(k)
-    return trail.end(routes, arrived)
+    return trail.end(routes)
 
 
 def _describe_skips(

@@ -159,5 +159,5 @@ def test_a_micro_batch_on_its_way_to_a_device_has_no_gaps() -> None:
     """A pipeline copies the rows alone, wherever they lie in the mini-batch."""
     (leaf,) = alone.SizeWalk.start(
         2, Value.of(torch.randn(4, 6)[:, :2]), torch.device("meta")
-    ).arrived.value.leaves
+    ).trail.arrived.value.leaves
     assert leaf.shape == (4, 2) and leaf.is_contiguous()

@@ -65,24 +65,24 @@ class Walk:
         Raises:
             ProfileError: a layer failed.
         """
-        trail, costs = Trail(), list[Costs]()
-        arrived = trail.start(start)
-        _check_strides(arrived.value)
+        trail, costs = Trail.start(start), list[Costs]()
+        _check_strides(start)
         self._twins.forget()  # they are numbered by size
         for k in range(len(self._training.layers)):
+            arrived = trail.arrived
             kind = self._training.kind_of_input(k, arrived)
             twin = None if kind is None else self._twins.find(k, kind)
             if twin is not None:
                 costs.append(costs[twin.layer])
-                arrived = trail.repeat(twin, arrived)
+                trail.repeat(twin)
             else:
                 memory, passed, of_layer, reads = self._run(k, arrived, trail.numbers)
                 costs.append(of_layer)
                 if kind is not None:
                     self._twins.add(k, kind, Twin(k, arrived.numbers, passed), reads)
-                arrived = trail.add(memory, of_layer.flops, passed)
+                trail.add(memory, of_layer.flops, passed)
             self._told()
-        return trail.end(self._training.routes, arrived), costs
+        return trail.end(self._training.routes), costs
 
     def _run(
         self, k: int, arrived: Arrived, numbers: Numbers
