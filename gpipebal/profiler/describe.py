@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,13 +29,12 @@ from gpipebal.profiler.training import Training
 from gpipebal.units import count
 
 __all__ = [
-    "describe_layers",
     "describe_machine",
     "describe_profile",
     "describe_times",
-    "known_columns",
     "main_dtype",
     "software",
+    "times_of_layers",
 ]
 
 #: Fewer rounds than this are too few to trust a median.
@@ -46,15 +45,12 @@ WIDE_SPREAD = 0.1
 BUSY_SHARE = 0.1
 
 
-def describe_layers(
-    names: Sequence[str],
-    modules: Sequence[nn.Module],
-    times: Times,
-    found: Survey,
-    optimizer: OptimizerCosts,
-    device_type: str,
-) -> tuple[tuple[LayerProfile, ...], dict[str, Settled]]:
-    """Describe every layer, and how its times were reconciled with the whole chain's."""
+def times_of_layers(times: Times) -> tuple[list[dict[str, Any]], dict[str, Settled]]:
+    """Return what was clocked as columns for each layer, and how it was reconciled with the whole.
+
+    Args:
+        times: What was clocked, of the layers and of the whole chain.
+    """
     settled = {
         "forward": settle_rounds(times.forward, times.whole_forward),
         "backward": settle_rounds(times.backward, times.whole_backward),
@@ -65,43 +61,37 @@ def describe_layers(
     }
     host_forward = settle_launches(times.host_forward, times.host_whole_forward)
     host_backward = settle_launches(times.host_backward, times.host_whole_backward)
-    columns = known_columns(names, modules, found, optimizer, device_type)
-    layers = tuple(
-        LayerProfile(
-            forward_time=float(settled["forward"].times[k]),
-            backward_time=float(settled["backward"].times[k]),
-            recompute_time=float(settled["recompute"].times[k]),
-            forward_spread=float(settled["forward"].spread[k]),
-            backward_spread=float(settled["backward"].spread[k]),
-            no_grad_forward_time=float(settled["no_grad_forward"].times[k]),
-            forward_host_time=None if host_forward is None else float(host_forward[k]),
-            backward_host_time=None if host_backward is None else float(host_backward[k]),
-            **columns[k],
-        )
-        for k in range(len(modules))
-    )
-    return layers, settled
+    columns = [
+        {
+            "forward_time": float(settled["forward"].times[k]),
+            "backward_time": float(settled["backward"].times[k]),
+            "recompute_time": float(settled["recompute"].times[k]),
+            "forward_spread": float(settled["forward"].spread[k]),
+            "backward_spread": float(settled["backward"].spread[k]),
+            "no_grad_forward_time": float(settled["no_grad_forward"].times[k]),
+            "forward_host_time": None if host_forward is None else float(host_forward[k]),
+            "backward_host_time": None if host_backward is None else float(host_backward[k]),
+        }
+        for k in range(len(times.forward[0]))
+    ]
+    return columns, settled
 
 
-def known_columns(
-    names: Sequence[str],
-    modules: Sequence[nn.Module],
-    found: Survey,
-    optimizer: OptimizerCosts,
-    device_type: str,
+def _known_columns(
+    training: Training, found: Survey, optimizer: OptimizerCosts, device_type: str
 ) -> list[dict[str, Any]]:
     """Return the columns of each layer's profile that do not say how long it takes."""
-    own = own_bytes(modules, device_type)
+    own = own_bytes(training.modules, device_type)
     columns: list[dict[str, Any]] = [
         {
-            "name": names[k],
+            "name": name,
             "kind": type(module).__name__,
             "flops": found.flops[k],
             **optimizer.columns(k),
             "fingerprint": fingerprint(module),
-            **found.memory[k].columns(own[k], names[k], module, found.gradients.layers[k]),
+            **found.memory[k].columns(own[k], name, module, found.gradients.layers[k]),
         }
-        for k, module in enumerate(modules)
+        for k, (name, module) in enumerate(training.layers.items())
     ]
     # There are as many moments as operations: layers that are alike have the same ones.
     known: dict[Any, Any] = {}
@@ -115,7 +105,7 @@ def describe_profile(
     training: Training,
     found: Survey,
     sizes: Sequence[int],
-    layers: tuple[LayerProfile, ...],
+    times: Sequence[Mapping[str, Any]],
     step: StepTerms,
     optimizer: OptimizerCosts,
     device_type: str,
@@ -126,7 +116,7 @@ def describe_profile(
         training: The chain.
         found: The costs of its layers.
         sizes: Rows of the micro-batches.
-        layers: The layers, described.
+        times: For each layer, the columns that say how long it takes.
         step: What a step costs besides them and the optimizer; a loss without what it has all the
             time.
         optimizer: What the optimizer costs.
@@ -136,8 +126,9 @@ def describe_profile(
     loss, whole_loss = (
         None if each is None else replace(each, **of_loss) for each in (step.loss, step.whole_loss)
     )
+    columns = zip(times, _known_columns(training, found, optimizer, device_type), strict=True)
     return Profile(
-        layers=layers,
+        layers=tuple(LayerProfile(**of_time, **known) for of_time, known in columns),
         storages=tuple(found.numbers.bytes),
         inputs=found.inputs,
         common_inputs=training.data.sample.constants(found.inputs),

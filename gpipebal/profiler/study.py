@@ -18,7 +18,7 @@ from gpipebal.profiler.alone import SizeWalk, join_times, walk_alone
 from gpipebal.profiler.chain.chain import Chain
 from gpipebal.profiler.chain.failures import first_line_of, is_out_of_memory, left_out
 from gpipebal.profiler.chain.value import Value
-from gpipebal.profiler.describe import describe_layers, describe_profile, describe_times
+from gpipebal.profiler.describe import describe_profile, describe_times, times_of_layers
 from gpipebal.profiler.doubts import (
     doubts_about,
     doubts_about_loss,
@@ -302,9 +302,7 @@ class Study:
     def _profile_of(
         self, size: _Size, optimizer: OptimizerCosts, provenance: Mapping[str, Any]
     ) -> Profile:
-        layers, settled = describe_layers(
-            self._names, self._modules, size.times, size.found, optimizer, self._device.type
-        )
+        times, settled = times_of_layers(size.times)
         step = self._step_of(size)
         described = describe_times(size.rows, settled, size.times.waited)
         described["flags"] += doubts_about_peaks(self._names, size.found)
@@ -312,7 +310,7 @@ class Study:
             described["flags"] += self._notes
         sizes, device_type = self._sizes_of(size), self._device.type
         profile = describe_profile(
-            self._training, size.found, sizes, layers, step, optimizer, device_type
+            self._training, size.found, sizes, times, step, optimizer, device_type
         )
         return replace(profile, provenance={**provenance, "rows": size.rows, **described})
 

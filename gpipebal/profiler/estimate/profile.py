@@ -17,7 +17,7 @@ from gpipebal.profile.moments import keep_largest
 from gpipebal.profiler.chain.failures import first_line_of
 from gpipebal.profiler.chain.numbers import Arrived, Numbers
 from gpipebal.profiler.chain.value import Value
-from gpipebal.profiler.describe import describe_profile, known_columns, main_dtype, software
+from gpipebal.profiler.describe import describe_profile, main_dtype, software
 from gpipebal.profiler.estimate.stand_ins import META
 from gpipebal.profiler.estimate.terms import estimate_gather, estimate_loss, estimate_optimizer
 from gpipebal.profiler.estimate.walk import Walk
@@ -194,12 +194,6 @@ class _Work:
             rows = count(sizes[0], "row")
             self.doubts.append(f"the loss is not measured at {rows}: {self._undivided}")
         gather_time, value = estimate_gather(self.data.outputs(outputs, sizes), self.rates)
-        kind, optimizer = self.rates.device_type, self._optimizer
-        columns = known_columns(self.names, self.modules, found, optimizer, kind)
-        layers = tuple(
-            LayerProfile(**of_layer.times, **known)
-            for known, of_layer in zip(columns, costs, strict=True)
-        )
         gathered: tuple[int, ...] = ()
         whole_loss = None
         if self.loss_fn is not None:
@@ -207,7 +201,9 @@ class _Work:
             gathered = joined.storages
             whole_loss = self._loss(sizes, joined, numbers)
         step = StepTerms(gather_time, loss, whole_loss, gathered)
-        return describe_profile(self.training, found, sizes, layers, step, optimizer, kind)
+        times = [of_layer.times for of_layer in costs]
+        given = (self._optimizer, self.rates.device_type)
+        return describe_profile(self.training, found, sizes, times, step, *given)
 
     def _loss(
         self, sizes: Sequence[int], outputs: Arrived, numbers: Numbers

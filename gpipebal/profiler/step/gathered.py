@@ -11,20 +11,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipebal.errors import GpipebalError
+from gpipebal.errors import GpipebalError, ProfileError
 from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profile import LayerProfile
 from gpipebal.profile.sizes import COUNTS, FIXED, TIMES
+from gpipebal.profiler.chain.clock import synchronize
 from gpipebal.profiler.chain.failures import is_out_of_memory
 from gpipebal.profiler.chain.gradients import needs_gradient
-from gpipebal.profiler.chain.numbers import Numbers
+from gpipebal.profiler.chain.numbers import Arrived, Numbers
 from gpipebal.profiler.chain.outputs import Outputs
 from gpipebal.profiler.memory.layer_memory import LayerMemory
-from gpipebal.profiler.step.loss import measure_whole_loss, tensors_of
+from gpipebal.profiler.step.loss import (
+    describe_loss,
+    loss_chain,
+    loss_failed,
+    survey_loss,
+    tensors_of,
+    times_of_loss,
+)
 from gpipebal.profiler.step.step import median_time
+from gpipebal.profiler.times.rounds import Times
 
 __all__ = ["GatheredTerms", "measure_gathered", "most_bytes", "scaled_gathered", "try_gathered"]
 
+#: Repeats of the loss over the whole mini-batch; the median counts.
+REPEATS = 5
 #: The loss over a gathered output needs about this many times the output's bytes.
 COPIES = 4
 
@@ -61,10 +72,10 @@ def measure_gathered(
     loss_fn: Callable[..., Tensor] | None,
     target: Any,
 ) -> GatheredTerms:
-    """Measure joining and loss over stand-ins for the outputs of all micro-batches.
+    """Measure joining, and the loss over what is joined, as a caller computes it after ``pipe(x)``.
 
     Args:
-        outputs: Outputs of the micro-batches.
+        outputs: Outputs of the micro-batches, as far as the first one tells.
         numbers: Numbers of all storages so far; new ones are added.
         device: Where they are.
         loss_fn: The loss; None: there is none.
@@ -76,8 +87,17 @@ def measure_gathered(
     seconds = median_time(outputs.joined, device)
     if loss_fn is None:
         return seconds, None, ()
-    loss, gathered = measure_whole_loss(loss_fn, target, outputs, numbers, device)
-    return seconds, loss, gathered
+    value = outputs.joined()
+    arrived = Arrived.of(value, outputs.first.known(), numbers, {})
+    chain, times = loss_chain(loss_fn, target, value, device), Times()
+    try:
+        found = survey_loss(chain, arrived, numbers)
+        for repeat in range(REPEATS + 1):
+            synchronize(device)
+            (times if repeat else Times()).run_loss(chain, value)  # the first warms up
+    except ProfileError as error:
+        raise loss_failed(error) from error.__cause__
+    return seconds, describe_loss(found, times_of_loss(times)), arrived.storages
 
 
 def most_bytes(layers: Sequence[nn.Module], memory: Sequence[LayerMemory]) -> int:

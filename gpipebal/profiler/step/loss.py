@@ -1,4 +1,4 @@
-"""The loss as a layer after the last one: over one micro-batch, and over the whole mini-batch."""
+"""The loss as a layer after the last one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from gpipebal.pipeline.values.microbatch import flatten
 from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profile import LayerProfile
 from gpipebal.profiler.chain.chain import Chain
-from gpipebal.profiler.chain.clock import synchronize
 from gpipebal.profiler.chain.failures import said
 from gpipebal.profiler.chain.numbers import Arrived, Numbers
-from gpipebal.profiler.chain.outputs import Outputs
 from gpipebal.profiler.chain.value import Value
 from gpipebal.profiler.memory.flops import flops_of
 from gpipebal.profiler.memory.layer_memory import LayerMemory
@@ -34,13 +32,9 @@ __all__ = [
     "describe_loss",
     "loss_chain",
     "loss_failed",
-    "measure_whole_loss",
     "survey_loss",
     "times_of_loss",
 ]
-
-#: Repeats of the loss over the whole mini-batch; the median counts.
-REPEATS = 5
 
 
 class LossLayer(nn.Module):
@@ -165,41 +159,6 @@ def describe_loss(found: LossSurvey, times: Mapping[str, Any]) -> LayerProfile:
         kept_buffer_bytes=memory.kept_buffer_bytes,
         saved_buffer_bytes=memory.saved_buffer_bytes,
     )
-
-
-def measure_whole_loss(
-    loss_fn: Callable[..., Tensor],
-    target: Any,
-    outputs: Outputs,
-    numbers: Numbers,
-    device: torch.device,
-) -> tuple[LayerProfile, tuple[int, ...]]:
-    """Measure the loss over the gathered outputs, as a caller computes it after ``pipe(x)``.
-
-    Args:
-        loss_fn: The loss.
-        target: Target of the mini-batch, on the device.
-        outputs: Outputs of the micro-batches.
-        numbers: Numbers of all storages so far; new ones are added.
-        device: Where they are.
-
-    Returns:
-        The loss as a layer, and the storages of the gathered output.
-
-    Raises:
-        ProfileError: the loss failed.
-    """
-    value = outputs.joined()
-    arrived = Arrived.of(value, outputs.first.known(), numbers, {})
-    chain, times = loss_chain(loss_fn, target, value, device), Times()
-    try:
-        found = survey_loss(chain, arrived, numbers)
-        for repeat in range(REPEATS + 1):
-            synchronize(device)
-            (times if repeat else Times()).run_loss(chain, value)  # the first warms up
-    except ProfileError as error:
-        raise loss_failed(error) from error.__cause__
-    return describe_loss(found, times_of_loss(times)), arrived.storages
 
 
 def loss_failed(error: ProfileError) -> ProfileError:

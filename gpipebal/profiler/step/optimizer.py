@@ -201,7 +201,7 @@ class Maker:
         ]
 
     def make_plain(
-        self, places: Sequence[int], stand_ins: Sequence[nn.Parameter], device_type: str = "cpu"
+        self, places: Sequence[int], stand_ins: Sequence[nn.Parameter], device_type: str
     ) -> tuple[Optimizer | Optimizers, bool]:
         """Make an optimizer that can step anywhere; return whether the caller's step is fused.
 
