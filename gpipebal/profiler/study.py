@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ from gpipebal.profiler.step.loss import (
 )
 from gpipebal.profiler.step.step import measure_optimizer
 from gpipebal.profiler.survey import Scout, Survey, survey
-from gpipebal.profiler.times.rounds import Pace, Subject, Times
+from gpipebal.profiler.times.rounds import Pace, Subject, Times, run_side_by_side
 from gpipebal.profiler.together import measure_together
 from gpipebal.profiler.training import Training
 from gpipebal.profiler.trial.correct import try_out
@@ -133,28 +134,22 @@ class Study:
     ) -> int:
         """Measure the times of all sizes; return in how many threads; see `measure_together`."""
         before = [_versions(module) for module in self._modules]
-        found = measure_together(
-            self._subjects,
-            side_by_side,
-            self._names,
-            n_threads=n_threads,
-            pace=pace,
-            state=state,
-            all_sizes=self._all_sizes,
-        )
+        run = partial(run_side_by_side, n_threads=n_threads, state=state, all_sizes=self._all_sizes)
+        found = measure_together(self._subjects, side_by_side, self._names, run, pace)
         self._notes += found.notes
         for name, module, versions in zip(self._names, self._modules, before, strict=True):
             if _versions(module) != versions:
                 self._notes.append(
                     f"layer {name!r} wrote to its parameters in the middle: the model has changed"
                 )
+        measured = []
         for size, times in zip(self._sizes, found.times, strict=True):
             if times is None:
                 self._notes.append(f"not measured at {count(size.rows, 'row')}: not enough memory")
             else:
                 size.times = times
-        kept = zip(self._sizes, found.times, strict=True)
-        self._sizes = [size for size, times in kept if times is not None]
+                measured.append(size)
+        self._sizes = measured
         return found.side_by_side
 
     def _subjects(self, k: int) -> list[Subject]:

@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gpipebal.errors import ProfileError
-from gpipebal.pipeline.process.caller import CallerState
 from gpipebal.profiler.chain.failures import first_line_of, is_out_of_memory
 from gpipebal.profiler.doubts import doubts_about_movers
 from gpipebal.profiler.replicas.foreign import note_mover
 from gpipebal.profiler.replicas.moved import CommonTensors
-from gpipebal.profiler.times.rounds import Pace, Subject, Times, run_side_by_side
+from gpipebal.profiler.times.rounds import Pace, Subject, Times
 
 __all__ = ["Together", "measure_together"]
 
@@ -39,11 +38,8 @@ def measure_together(
     make: Callable[[int], Sequence[Subject]],
     side_by_side: int,
     names: Sequence[str],
-    *,
-    n_threads: int | None,
+    run: Callable[[Sequence[Sequence[Subject]], Pace], list[Times | None]],
     pace: Pace,
-    state: CallerState,
-    all_sizes: bool,
 ) -> Together:
     """Run rounds side by side; or in one thread, if layers cannot run in several.
 
@@ -51,41 +47,34 @@ def measure_together(
         make: Makes what a thread sends each size of micro-batch through, given its number.
         side_by_side: Threads.
         names: Names of the layers.
-        n_threads: As for `run_side_by_side`.
-        pace: As for `run_side_by_side`.
-        state: As for `run_side_by_side`.
-        all_sizes: As for `run_side_by_side`.
+        run: Runs rounds, as `run_side_by_side` does.
+        pace: How long to go on.
 
     Raises:
         ProfileError: a layer failed, and not only because a copy of it ran at the same time.
     """
     subjects = [make(0)]
-
-    def run(n: int, pace: Pace = pace) -> list[Times | None]:
-        return run_side_by_side(
-            subjects[:n], n_threads=n_threads, pace=pace, state=state, all_sizes=all_sizes
-        )
-
     if side_by_side == 1:
-        return Together(run(1), 1, [])
+        return Together(run(subjects, pace), 1, [])
     notes = doubts_about_movers(names)
     if not notes:
         subjects += [make(k) for k in range(1, side_by_side)]
         common = _common(*subjects[:2])
         if common:
-            run(1, Pace(lambda _: 0.0, 0, 0, lambda: None))  # a round that does not count
+            # A round that does not count.
+            run(subjects[:1], Pace(lambda _: 0.0, 0, 0, lambda: None))
             for name in common.moved():
                 note_mover(name)
             notes = doubts_about_movers(names)
     if not notes:
         try:
-            return Together(run(side_by_side), side_by_side, [])
+            return Together(run(subjects, pace), side_by_side, [])
         except ProfileError as error:
             if is_out_of_memory(error):
                 raise
             why = first_line_of(error)
         notes.append(f"measured in one thread, because with a copy in a second one {why}")
-    return Together(run(1), 1, notes)
+    return Together(run(subjects[:1], pace), 1, notes)
 
 
 def _common(one: Sequence[Subject], other: Sequence[Subject]) -> CommonTensors:

@@ -316,9 +316,9 @@ class _Rounds:
 
 def run_side_by_side(
     subjects: Sequence[Sequence[Subject]],
+    pace: Pace,
     *,
     n_threads: int | None,
-    pace: Pace,
     state: CallerState,
     all_sizes: bool = False,
 ) -> list[Times | None]:
@@ -327,8 +327,8 @@ def run_side_by_side(
     Args:
         subjects: For each thread, what it sends each size of micro-batch through; the first size
             is measured in every round, the others in every third.
-        n_threads: Intra-operation threads of each; None: as they are.
         pace: How long to go on.
+        n_threads: Intra-operation threads of each; None: as they are.
         state: Settings of the caller.
         all_sizes: Whether there must be enough memory for every size.
 

@@ -13,9 +13,8 @@ from gpipebal.profiler.trial.traces import (
     KINDS,
     Traced,
     alone_factors,
+    cells_of,
     factor_of,
-    kind_of,
-    positions,
     pressures_of,
     seconds_of_cells,
     sums_of_layers,
@@ -224,12 +223,9 @@ def _means(
     The extra time that is due to a cell's position is left out here, and reported apart.
     """
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
-    events = timeline.events
-    for event, position in zip(events, positions(events), strict=True):
-        name = kind_of(event.kind, mode)
-        if name is not None:
-            factor = turn_factor(turns, name, position)
-            found[name, event.partition].append((event.end - event.start) / factor)
+    for event, name, position in cells_of(timeline, mode):
+        factor = turn_factor(turns, name, position)
+        found[name, event.partition].append((event.end - event.start) / factor)
     means = replace(
         otherwise,
         **{

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -19,8 +19,8 @@ __all__ = [
     "MOST_FACTOR",
     "Traced",
     "alone_factors",
+    "cells_of",
     "factor_of",
-    "kind_of",
     "positions",
     "pressures_of",
     "seconds_of_cells",
@@ -174,16 +174,22 @@ def turn_factor(turns: Mapping[str, float] | None, name: str, position: str) -> 
     return turns[name if position == TURNED else f"first_{name}"]
 
 
+def cells_of(timeline: Timeline, mode: CheckpointMode) -> Iterator[tuple[Event, str, str]]:
+    """Yield the cells of a step, each with its kind and its position."""
+    events = timeline.events
+    for event, position in zip(events, positions(events), strict=True):
+        name = kind_of(event.kind, mode)
+        if name is not None:
+            yield event, name, position
+
+
 def _by_position(
     timeline: Timeline, mode: CheckpointMode
 ) -> dict[int, dict[tuple[str, str], list[float]]]:
     """Collect the seconds of a step's cells, for each partition by kind and position."""
     found: dict[int, dict[tuple[str, str], list[float]]] = defaultdict(lambda: defaultdict(list))
-    events = timeline.events
-    for event, position in zip(events, positions(events), strict=True):
-        name = kind_of(event.kind, mode)
-        if name is not None:
-            found[event.partition][name, position].append(event.end - event.start)
+    for event, name, position in cells_of(timeline, mode):
+        found[event.partition][name, position].append(event.end - event.start)
     return found
 
 
@@ -218,7 +224,7 @@ def pressures_of(
         if way.inside:
             continue
         for _, timeline in way.steps:
-            for name, cell in _cells_of(timeline, way.mode, predicted, slow, overheads, turns):
+            for name, cell in _compared(timeline, way.mode, predicted, slow, overheads, turns):
                 if name != "recompute":
                     cells[_PRESSES_AS[name]].append(cell)
     found: dict[str, float] = {}
@@ -230,7 +236,7 @@ def pressures_of(
     return {name: found[like] for name in slow if (like := _PRESSES_AS[name]) in found}
 
 
-def _cells_of(
+def _compared(
     timeline: Timeline,
     mode: CheckpointMode,
     predicted: Mapping[str, Sequence[float]],
@@ -239,25 +245,24 @@ def _cells_of(
     turns: Mapping[str, float] | None,
 ) -> list[tuple[str, TracedCell]]:
     """Compare the cells of a step with what they would take alone; with the kind of each."""
-    cells = []
+    found = []
 
     def presses_as(kind: str) -> str | None:
         name = kind_of(kind, mode)
         return None if name is None else _PRESSES_AS[name]
 
-    events = timeline.events
-    beside = overlaps(events, presses_as)
-    for event, others, position in zip(events, beside, positions(events), strict=True):
-        name = kind_of(event.kind, mode)
-        if name is None or name not in slow:
+    cells = list(cells_of(timeline, mode))
+    beside = overlaps([event for event, _, _ in cells], presses_as)
+    for (event, name, position), others in zip(cells, beside, strict=True):
+        if name not in slow:
             continue
         known = predicted[name][event.partition]
         # A cell that takes next to nothing tells nothing.
         if known > LEAST_WORK * overheads[name]:
             seconds = (event.end - event.start) / turn_factor(turns, name, position)
             seconds = max(0.0, seconds - overheads[name])
-            cells.append((name, TracedCell(seconds / (slow[name] * known), others)))
-    return cells
+            found.append((name, TracedCell(seconds / (slow[name] * known), others)))
+    return found
 
 
 def factor_of(times: Sequence[float], predicted: Sequence[float], overhead: float) -> float:

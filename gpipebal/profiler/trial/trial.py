@@ -40,7 +40,7 @@ from gpipebal.profiler.chain.gradients import needs_gradient
 from gpipebal.profiler.chain.value import as_leaves
 from gpipebal.profiler.step.step import BEYOND_CACHES
 from gpipebal.profiler.trial.findings import Trial, read_trial
-from gpipebal.profiler.trial.traces import KINDS, Traced, kind_of
+from gpipebal.profiler.trial.traces import KINDS, Traced, cells_of
 from gpipebal.schedule import CheckpointMode
 from gpipebal.solvers import split
 
@@ -200,7 +200,7 @@ def _overheads(n_partitions: int, setting: Setting) -> tuple[dict[str, float], d
     row = torch.zeros(setting.chunks, 1, device="cpu")
     nothing = replace(setting, data=Data(Batch.sample(row), [1] * setting.chunks), loss_fn=None)
 
-    def cells_of(n: int, mode: CheckpointMode, inside: bool) -> dict[str, list[float]]:
+    def seconds_of(n: int, mode: CheckpointMode, inside: bool) -> dict[str, list[float]]:
         module = nn.Sequential(*(nn.Linear(1, 1, device="cpu") for _ in range(n)))
         way = _way_of(module, [1] * n, mode, inside, nothing, _NoLoss())
         try:
@@ -210,17 +210,15 @@ def _overheads(n_partitions: int, setting: Setting) -> tuple[dict[str, float], d
             way.pipe.close()
         found: dict[str, list[float]] = defaultdict(list)
         for _, timeline in way.steps[1:]:
-            for event in timeline.events:
-                name = kind_of(event.kind, mode)
-                if name is not None:
-                    found[name].append(event.end - event.start)
+            for event, name, _ in cells_of(timeline, mode):
+                found[name].append(event.end - event.start)
         return found
 
-    modes = [cells_of(n_partitions, mode, inside) for mode, inside in _HOW if not inside]
+    modes = [seconds_of(n_partitions, mode, inside) for mode, inside in _HOW if not inside]
     times = {
         name: median(time for cells in modes for time in cells.get(name, ())) for name in KINDS
     }
-    without, with_loss = (cells_of(1, "never", inside) for inside in (False, True))
+    without, with_loss = (seconds_of(1, "never", inside) for inside in (False, True))
     more = {name: median(cells) - median(without[name]) for name, cells in with_loss.items()}
     return times, {name: max(0.0, time) for name, time in more.items()}
 
