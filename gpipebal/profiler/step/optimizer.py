@@ -136,13 +136,20 @@ class Maker:
         of_all = ((place, kinds.get(id(one))) for place, one in enumerate(self.parameters))
         self.sparse = {place: kind for place, kind in of_all if kind is not None}
 
+    def group_of(self, place: int) -> tuple[int, int]:
+        """Return the number of the optimizer that steps a parameter, and of its group there.
+
+        Where nothing is known of groups, there is one.
+        """
+        return self._group_of.get(place, (0, 0))
+
     def name_of(self, place: int) -> str:
         """Return the name of the class of the optimizer that steps a parameter."""
-        return self._names[self._group_of.get(place, (0, 0))[0]]
+        return self._names[self.group_of(place)[0]]
 
     def needs_closure_at(self, place: int) -> bool:
         """Tell whether the optimizer that steps a parameter calls the model itself."""
-        return self.needs_closure and self._need_closures[self._group_of.get(place, (0, 0))[0]]
+        return self.needs_closure and self._need_closures[self.group_of(place)[0]]
 
     def make(
         self, places: Sequence[int], stand_ins: Sequence[nn.Parameter]
@@ -151,7 +158,7 @@ class Maker:
         members: dict[tuple[int, int], list[nn.Parameter]] = {}
         shares: dict[int, tuple[list[int], list[nn.Parameter]]] = {}
         for place, stand_in in zip(places, stand_ins, strict=True):
-            group = self._group_of.get(place, (0, 0))
+            group = self.group_of(place)
             members.setdefault(group, []).append(stand_in)
             its_places, its_stand_ins = shares.setdefault(group[0], ([], []))
             its_places.append(place)
@@ -250,10 +257,6 @@ class Maker:
         }
         return sum(values.values())
 
-    def group_of(self, place: int) -> Any:
-        """Return a key for the group of a parameter, whose options it is stepped with."""
-        return self._group_of.get(place)
-
     def way_of(self, place: int) -> Any:
         """Return a key that parameters share whose steps take equally long for a byte.
 
@@ -261,8 +264,8 @@ class Maker:
         switches, and whether a number is 0. What is not an option of the optimizer, such as a name
         of the group, chooses nothing. Sparse gradients are another way too.
         """
-        number, g = self._group_of.get(place, (0, 0))
-        options = self._options.get((number, g), {})
+        number, _ = group = self.group_of(place)
+        options = self._options.get(group, {})
         known = getattr(self._wholes[number], "defaults", {}) if self._wholes else {}
         chosen = []
         for name in sorted(known.keys() & options.keys()):

@@ -99,9 +99,7 @@ def optimizer_needs(maker: Maker, device_type: str) -> OptimizerNeeds:
         left.append(0 if earlier is None else found[earlier].left_bytes)
         if is_stepped:
             latest[maker.group_of(place)] = place
-    # Of an optimizer whose groups are not known there is one.
-    groups = [maker.group_of(place) or () for place in range(len(found))]
-    at_once = [g if step.together else None for g, step in zip(groups, found, strict=True)]
+    at_once = [maker.group_of(k) if step.together else None for k, step in enumerate(found)]
     return OptimizerNeeds(
         [step.state_bytes for step in found],
         [step.peak_bytes for step in found],
