@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from gpipebal.pipeline.process.forks import in_child, open_in_child
@@ -52,6 +53,23 @@ class SharedBlocks:
     def leave(self) -> None:
         """End a block."""
         self.leave_all_but(max(0, self.here() - 1))
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Run a block; of two in one thread, the one that began first may end first."""
+        n_blocks, is_inside = self.here(), False
+        try:
+            self.enter()
+            is_inside = True
+            yield
+        finally:
+            try:
+                if is_inside:
+                    n_blocks = max(0, self.here() - 1)
+                self.leave_all_but(n_blocks)
+            except BaseException:  # an interrupt came in between
+                self.leave_all_but(n_blocks)
+                raise
 
     def enter_with(self, enter: Callable[[], Any]) -> Any:
         """Begin a block, then enter something; if that fails, the block is over too."""

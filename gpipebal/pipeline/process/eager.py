@@ -8,8 +8,7 @@ watching would change what is watched.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,26 +23,13 @@ _before: Any = None
 _stance: Any = None
 
 
-@contextmanager
-def run_eagerly() -> Iterator[None]:
+def run_eagerly() -> AbstractContextManager[None]:
     """Run compiled code as it was written, in all threads, for as long as a block runs.
 
     What is compiled stays compiled, and runs compiled again after the block. Where nothing was ever
     compiled, torch's compiler is not even imported.
     """
-    n_blocks, is_inside = _blocks.here(), False
-    try:
-        _blocks.enter()
-        is_inside = True
-        yield
-    finally:
-        try:
-            if is_inside:  # of two blocks, the one that began first may end first
-                n_blocks = max(0, _blocks.here() - 1)
-            _blocks.leave_all_but(n_blocks)
-        except BaseException:  # an interrupt came in between
-            _blocks.leave_all_but(n_blocks)
-            raise
+    return _blocks.inside()
 
 
 class EagerDispatchMode(ThreadedDispatchMode):

@@ -17,8 +17,7 @@ the third as well if a mode of another kind, such as a meter's, was on meanwhile
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch._C._dynamo import guards
@@ -51,22 +50,12 @@ class ThreadedDispatchMode(TorchDispatchMode):
         _blocks.leave_with(super().__exit__, *error)
 
 
-@contextmanager
-def no_notes_left() -> Iterator[None]:
+def no_notes_left() -> AbstractContextManager[None]:
     """Run a block in which other threads work; whatever modes they were in, no note of them stays.
 
     That is so when no thread is in such a block any more. Notes that were on before are left on.
     """
-    n_blocks = _blocks.here()
-    try:
-        _blocks.enter()
-        yield
-    finally:
-        try:
-            _blocks.leave_all_but(n_blocks)
-        except BaseException:  # an interrupt came in between
-            _blocks.leave_all_but(n_blocks)
-            raise
+    return _blocks.inside()
 
 
 def notes() -> list[bool]:
