@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -52,11 +52,21 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         >>> [tensor.numel() for tensor in tensors_in({"a": [torch.ones(2)], "b": 1})]
         [2]
     """
-    seen: set[int] = set()
-    waiting = [(value, _DEPTH)]
+    return _found_in([value], Tensor, set())
+
+
+def _found_in(values: Iterable[Any], kind: type, seen: set[int]) -> Iterator[Any]:
+    """Yield the objects of a class in values, in containers and objects in them too.
+
+    Args:
+        values: The values.
+        kind: The class; in objects of it nothing is looked for.
+        seen: Receives, by ``id``, what has been looked into; that is not looked into again.
+    """
+    waiting = [(value, _DEPTH) for value in values]
     while waiting:
         value, depth = waiting.pop()
-        if issubclass(type(value), Tensor):
+        if issubclass(type(value), kind):
             yield value
         elif depth and id(value) not in seen and len(seen) < _MOST:
             seen.add(id(value))
@@ -91,19 +101,14 @@ def unregistered_in(layers: Sequence[nn.Module]) -> list[nn.Module]:
     registered = {id(module): module for layer in layers for module in layer.modules()}
     found: dict[int, nn.Module] = {}
     seen: set[int] = set()
-    waiting = [
-        (value, _DEPTH) for one in registered.values() for value in own_attributes(one).values()
-    ]
+    waiting = list(registered.values())
     while waiting:
-        value, depth = waiting.pop()
-        if issubclass(type(value), nn.Module):
-            inside = {id(one): one for one in value.modules() if id(one) not in registered}
-            new = [one for key, one in inside.items() if key not in found]
-            found.update(inside)
-            waiting += [(each, _DEPTH) for one in new for each in own_attributes(one).values()]
-        elif depth and id(value) not in seen and len(seen) < _MOST:
-            seen.add(id(value))
-            waiting += [(each, depth - 1) for each in inside_of(value)]
+        attributes = own_attributes(waiting.pop()).values()
+        for module in _found_in(attributes, nn.Module, seen):
+            for one in module.modules():
+                if id(one) not in registered and id(one) not in found:
+                    found[id(one)] = one
+                    waiting.append(one)
     return list(found.values())
 
 
