@@ -17,7 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from gpipebal.contents import attributes_in, contents_of, pairs_of
+from gpipebal.contents import attributes_in, contents_of, pairs_of, slots_in
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.values.tensors import copy_of
 
@@ -177,13 +177,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     else:
         for index, element in enumerate(contents_of(value) or ()):
             yield f"element [{index}]", element
-    for name, attribute in list(dict.items(attributes_in(value))):
+    for name, attribute in (*dict.items(attributes_in(value)), *slots_in(value)):
         yield f"attribute {name!r}", attribute
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name != "__dict__" and name != "__weakref__":
-                yield f"attribute {name!r}", getattr(value, name, None)
 
 
 def _holds_tensor(value: Any, depth: int, left: list[int]) -> bool:
