@@ -179,12 +179,11 @@ class Modules:
         parameter has been written to.
         """
         found = [p for p in self.parameters() if not is_lazy(p) and not p.is_inference()]
-        written = (p for p in chain.from_iterable(self._counted_views) if p is not None)
         return (
             self.mode(),
             tuple(map(id, self._nested())),
             tuple([(id(one), _address_of(one)) for one in found]),
-            tuple([p._version for p in written if not is_lazy(p) and not p.is_inference()]),
+            tuple(self.write_counts().counts),
         )
 
     def counted(self) -> list[nn.Parameter]:
