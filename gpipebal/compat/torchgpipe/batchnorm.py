@@ -6,7 +6,6 @@ Without a pipeline, in a loop over micro-batches, it ends at the `chunks`-th cal
 
 from __future__ import annotations
 
-import copyreg
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -86,12 +85,9 @@ class DeferredBatchNorm(batchnorm.DeferredBatchNorm):
             self._statistics.commit()
         return output
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __getstate__(self) -> Any:
         # Statistics of an unfinished mini-batch are not part of a copy.
-        state = {**self.__dict__, "_seen": 0, "_statistics": None}
-        if self.plain_class is None:
-            return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
-        return blank_deferred, (DeferredBatchNorm, self.plain_class), state
+        return {**super().__getstate__(), "_seen": 0, "_statistics": None}
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: M, chunks: int = 1) -> M:

@@ -183,6 +183,8 @@ class DeferredBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     #: The class that a converted layer had; None for a layer made as deferred.
     plain_class: type[nn.Module] | None = None
+    #: The class that it was converted to.
+    _deferred: type[DeferredBatchNorm]
 
     #: Buffers that no pass over a micro-batch writes to, so that the checkpointed micro-batches of
     #: a mini-batch can share one copy of them, which other layers may read.
@@ -205,7 +207,7 @@ class DeferredBatchNorm(nn.modules.batchnorm._BatchNorm):
         # Classes of converted layers are made on the fly: pickle finds them by the plain one.
         if self.plain_class is None:
             return super().__reduce_ex__(protocol)
-        return blank_deferred, (DeferredBatchNorm, self.plain_class), self.__getstate__()
+        return blank_deferred, (self._deferred, self.plain_class), self.__getstate__()
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -273,7 +275,7 @@ def blank_deferred(kind: type[D], plain: type[nn.Module]) -> D:
         plain: A BatchNorm class, or a subclass of one.
     """
     if (kind, plain) not in _derived_classes:
-        contents = {"plain_class": plain, "__module__": kind.__module__}
+        contents = {"plain_class": plain, "_deferred": kind, "__module__": kind.__module__}
         _derived_classes[kind, plain] = type(f"Deferred{plain.__name__}", (plain, kind), contents)
     derived: type[D] = _derived_classes[kind, plain]
     return derived.__new__(derived)
