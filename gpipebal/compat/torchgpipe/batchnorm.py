@@ -75,14 +75,13 @@ class DeferredBatchNorm(batchnorm.DeferredBatchNorm):
         in_pipeline = batchnorm.is_gathering()
         if in_pipeline or not self.training or not self.track_running_stats:
             return super().forward(input)
-        if self._statistics is None:
-            self._statistics = Statistics()
-        with gathering(self._statistics):
+        statistics = self._statistics = self._statistics or Statistics()
+        with gathering(statistics):
             output = super().forward(input)
         self._seen += 1
         if self._seen == self.chunks:
-            self._seen = 0
-            self._statistics.commit()
+            self._begin(self.chunks)
+            statistics.commit()
         return output
 
     def __getstate__(self) -> Any:

@@ -92,6 +92,8 @@ class Statistics:
 
     def add(self, layer: DeferredBatchNorm, count: int, mean: Tensor, variance: Tensor) -> None:
         """Take in what a layer saw of one micro-batch; `variance` is the unbiased one."""
+        if self._is_over:
+            return
         # Without rows nothing is known: zeros, which weigh nothing in the merge.
         moments = _Moments(count, mean.double(), variance.double() * max(0, count - 1))
         with self._adding:
@@ -118,19 +120,9 @@ class Statistics:
                 layer.update(seen.count, seen.mean, seen.deviations / max(1, seen.count - 1))
 
 
-class _Nothing(Statistics):
-    """Takes nothing in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._is_over = True
-
-    def add(self, layer: DeferredBatchNorm, count: int, mean: Tensor, variance: Tensor) -> None:
-        """Ignore what a layer saw: it saw the same in its forward."""
-
-
-#: For passes over rows that have been seen before.
-SEEN = _Nothing()
+#: For passes over rows that have been seen before: one that is over.
+SEEN = Statistics()
+SEEN.commit()
 
 
 class _Gathering(threading.local):
