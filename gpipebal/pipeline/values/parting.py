@@ -130,11 +130,10 @@ def count_rows(
     for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
         if not isinstance(leaf, Tensor) or dim is None:
             continue
-        if not -leaf.dim() <= dim < leaf.dim():
-            has = "no dimensions" if leaf.dim() == 0 else f"shape {tuple(leaf.shape)}"
+        if not _has_dim(leaf, dim):
             raise ModelError(
-                f"{what} tensor cannot be divided: {name_of_leaf(structure, index)} has {has} "
-                f"(expected rows along dim {dim}).\n"
+                f"{what} tensor cannot be divided: {name_of_leaf(structure, index)} has "
+                f"{_shape_in_words(leaf)} (expected rows along dim {dim}).\n"
                 "Fix: give it one value per row, make it a Python number, or name its dimension in "
                 f"{argument} (None: every micro-batch gets all of it)."
             )
@@ -278,14 +277,13 @@ def gather_leaves(
         elif dim is None:
             _check_shapes(column, None, structure, index)
             joined.append(torch.stack(column))
-        elif is_alone and (-first.dim() <= dim < first.dim() or first.dim() == dim == 0):
+        elif is_alone and (_has_dim(first, dim) or first.dim() == dim == 0):
             # The only micro-batch is the mini-batch; a tensor without rows stays as it is.
             joined.append(first)
-        elif not -first.dim() <= dim < first.dim():
+        elif not _has_dim(first, dim):
             raise ModelError(
                 f"output tensor cannot be joined: {name_of_leaf(structure, index)} has "
-                f"{'no dimensions' if first.dim() == 0 else f'shape {tuple(first.shape)}'} "
-                f"(expected rows along dim {dim}).\n"
+                f"{_shape_in_words(first)} (expected rows along dim {dim}).\n"
                 "Fix: let the last layer return one value per row, or out_dims=None to stack the "
                 "micro-batches' values."
             )
@@ -302,7 +300,7 @@ def _check_shapes(
 
     def shape_of(tensor: Tensor) -> list[int | None]:
         shape: list[int | None] = list(tensor.shape)
-        if dim is not None and -len(shape) <= dim < len(shape):
+        if dim is not None and _has_dim(tensor, dim):
             shape[dim] = None
         return shape
 
@@ -383,6 +381,14 @@ def paired_gradients(
         for leaf, gradient in zip(leaves, gradients, strict=True)
         if gradient is not None
     ]
+
+
+def _has_dim(tensor: Tensor, dim: int) -> bool:
+    return -tensor.dim() <= dim < tensor.dim()
+
+
+def _shape_in_words(tensor: Tensor) -> str:
+    return f"shape {tuple(tensor.shape)}" if tensor.dim() else "no dimensions"
 
 
 def _zeros(like: Tensor, rows: int, dim: int) -> Tensor:
