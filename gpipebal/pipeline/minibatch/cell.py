@@ -274,14 +274,8 @@ def make_cells(
 ) -> list[list[Cell]]:
     """Make the cells of a mini-batch: for each partition, one for each micro-batch.
 
-    Args:
-        partitions: The partitions.
-        schedule: Says which cells are recomputed.
-        seed: Seed of the mini-batch's random numbers.
-        grad: Whether a backward can follow.
-        input_is_shared: As for `Cell`.
+    Those that the schedule recomputes are checkpointed; the other arguments are those of `Cell`.
     """
-    chunks = schedule.chunks
     recomputed = {action[::2] for row in schedule.rows for action in row if action.kind == "R"}
     cells = []
     for partition in partitions:
@@ -297,7 +291,7 @@ def make_cells(
                     input_is_shared=input_is_shared,
                     checkpointed=grad and (partition.index, i) in recomputed,
                 )
-                for i in range(chunks)
+                for i in range(schedule.chunks)
             ]
         )
     return cells

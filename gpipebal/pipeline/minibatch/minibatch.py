@@ -11,14 +11,7 @@ runs the row of its partition, action by action::
 Forwards and backwards are two phases, between which the caller computes its loss; or one, if the
 last partition computes it, micro-batch by micro-batch.
 
-Who owns what. A cell is touched only by the worker of its partition, and not between phases. A
-packet belongs to the worker or caller that took it out of an inbox. The mini-batch belongs to the
-caller, and lives as long as the caller's graph of the output does. What workers share is the
-inboxes, the failures, the statistics of deferred batch normalisation and the seed, each locked.
-
-What happens on a fault. The first failure closes all inboxes: a worker that waits gives up, one
-that computes ends its cell and stops before the next. The caller waits until all have stopped,
-then raises the failure that comes first in schedule order, with its own type and traceback.
+Who owns what, and what happens on a fault: docs/architecture.md, "The executor".
 """
 
 from __future__ import annotations

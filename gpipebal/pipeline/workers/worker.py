@@ -172,7 +172,7 @@ class WorkerPool:
         """
         self.check_caller()
         if self._is_exit and threading.current_thread() is not threading.main_thread():
-            # A daemon thread that is about to end, perhaps inside torch: see MiniBatch.
+            # A daemon thread that is about to end, perhaps inside torch: see `run_tasks`.
             threading.Event().wait()
         with self._submitting:
             if self.is_given_up:
