@@ -16,6 +16,7 @@ from gpipebal.memory.cell import Cell
 from gpipebal.memory.recomputed_runs import with_runs
 from gpipebal.pipeline import GPipe, with_recompute
 from gpipebal.pipeline.layers.buffers import SMALL, Buffers
+from gpipebal.pipeline.layers.modules import Modules
 from gpipebal.planner import recompute_layers
 
 CHUNKS = 12
@@ -58,7 +59,7 @@ def test_the_profiler_finds_what_the_executor_keeps() -> None:
     assert kept == [0, of_norm, 0, 0, of_counter, 0]
     x = torch.randn(4, 4)
     for layer, n_bytes in zip(layers, kept, strict=True):
-        buffers = Buffers(list(layer.modules()), frozenset())
+        buffers = Buffers(Modules([layer]))
         before = buffers.copies()
         copies = buffers.keep()
         x = layer(x)
@@ -89,7 +90,7 @@ class Halves(nn.Module):
 def test_buffers_are_copied_one_by_one() -> None:
     """Views of one storage have a copy each."""
     layers, inputs = nn.Sequential(nn.Linear(4, 4), Halves()), torch.randn(8, 4)
-    buffers = Buffers(list(layers[1].modules()), frozenset())
+    buffers = Buffers(Modules([layers[1]]))
     kept = sum(t.nbytes for t in buffers.keep().copies.values() if t is not None)
     found = gb.profile_model(
         layers, inputs, chunks=2, rows=(), timeout=0, as_pipeline=False, progress=False

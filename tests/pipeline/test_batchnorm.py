@@ -22,6 +22,7 @@ from gpipebal.pipeline import (
 )
 from gpipebal.pipeline.layers.batchnorm import Statistics, gathering
 from gpipebal.pipeline.layers.buffers import Buffers
+from gpipebal.pipeline.layers.modules import Modules
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
 
 MODES = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
@@ -262,8 +263,8 @@ def test_recomputes_of_a_mini_batch_share_copies_of_deferred_statistics() -> Non
     layers = (nn.BatchNorm1d(3), Reads(3), CompatBatchNorm(3), Wraps(3))
     kept = []
     for layer in layers:
-        modules = list(convert_deferred_batch_norm(nn.Sequential(layer)).modules())
-        buffers, statistics = Buffers(modules, frozenset()), Statistics()
+        modules = Modules([convert_deferred_batch_norm(nn.Sequential(layer))])
+        buffers, statistics = Buffers(modules), Statistics()
         with gathering(statistics):
             # Copies of two micro-batches, and of one after the end of the mini-batch.
             copies = [*buffers.keep().copies.values(), *buffers.keep().copies.values()]

@@ -23,6 +23,8 @@ from torch.nn.parameter import is_lazy
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.layers.batchnorm import copy_before
 from gpipebal.pipeline.layers.cached_weights import forget_cached_weights
+from gpipebal.pipeline.layers.modules import Modules
+from gpipebal.pipeline.layers.written import ParameterWrites
 from gpipebal.pipeline.values.tensors import (
     are_equal,
     bytes_of,
@@ -59,14 +61,16 @@ def is_always_copied(module: nn.Module, buffer: Tensor) -> bool:
 
 
 class Kept(NamedTuple):
-    """What a checkpointed cell keeps of the buffers.
+    """What a recompute has to know of its layers, besides their input; made before the forward.
 
     Attributes:
+        writes: Writes to the parameters since then.
         copies: Buffers as they were before the forward; None: the forward filled in first values.
         others: Large buffers that no write has been seen to, and how often each was written to.
         empty: Buffers that were None. A buffer in none of the three did not exist.
     """
 
+    writes: ParameterWrites
     copies: Mapping[BufferSlot, Tensor | None]
     others: Mapping[BufferSlot, tuple[Tensor, int | None]]
     empty: Set[BufferSlot]
@@ -101,27 +105,41 @@ class Buffers:
 
     Args:
         modules: All modules of its layers.
-        foreign: Buffers that layers of other partitions have too.
+        foreign: Buffers that layers of other partitions have too, by ``id``.
+        unregistered: Modules that its layers have in lists or objects.
 
     Attributes:
-        foreign: As given.
+        modules: As given.
+        foreign: Where those of other partitions are.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], foreign: frozenset[BufferSlot]) -> None:
+    def __init__(
+        self,
+        modules: Modules,
+        foreign: Set[int] = frozenset(),
+        unregistered: Sequence[nn.Module] = (),
+    ) -> None:
+        self.modules = modules
+        every = [*modules, *unregistered]
         # A layer at several places of a chain may have one dictionary of buffers: it counts once.
         once: dict[int, tuple[nn.Module, Any]] = {}
-        for module in modules:
+        for module in every:
             once.setdefault(id(module._buffers), (module, module._buffers))
         self._modules = [module for module, _ in once.values()]
-        self.foreign = foreign
+        self.foreign = frozenset(
+            (module, name)
+            for module in every
+            for name, buffer in module._buffers.items()
+            if id(buffer) in foreign
+        )
         # Running statistics that are updated when the mini-batch is over.
         self._deferred = {
             (module, name)
-            for module in modules
+            for module in every
             for name in getattr(type(module), "buffers_left_alone", ())
         }
         # No layer writes to them: other partitions' buffers, and these.
-        self._left_alone = foreign | self._deferred
+        self._left_alone = self.foreign | self._deferred
         # Large buffers that have been seen to change.
         self._written: set[BufferSlot] = set()
         # The modules' own buffers, while a recompute sees copies in their places.
@@ -129,8 +147,13 @@ class Buffers:
         # How often each of them had been written to by then, if a copy is in its place.
         self._unseen: list[tuple[BufferSlot, Tensor, int | None]] = []
 
-    def keep(self) -> Kept:
-        """Keep what a recompute will need; called before its forward."""
+    def keep(self, *, alone: bool = False) -> Kept:
+        """Keep what a recompute will need; called before its forward.
+
+        Args:
+            alone: As for `ParameterWrites`.
+        """
+        writes = ParameterWrites(self.modules, alone=alone)
         copies: dict[BufferSlot, Tensor | None] = {}
         others: dict[BufferSlot, tuple[Tensor, int | None]] = {}
         empty: set[BufferSlot] = set()
@@ -146,7 +169,7 @@ class Buffers:
                 copies[place] = copied.of(buffer)
             else:
                 others[place] = (buffer, version_of(buffer))
-        return Kept(copies, others, empty)
+        return Kept(writes, copies, others, empty)
 
     def _is_copied(self, place: BufferSlot, buffer: Tensor) -> bool:
         # A copy would get the gradient that is meant for the buffer; and of what several partitions

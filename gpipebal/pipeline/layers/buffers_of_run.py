@@ -19,14 +19,11 @@ class BuffersOfRun(Buffers):
 
     def __init__(
         self,
-        of_run: Modules,
+        modules: Modules,
         foreign: Set[int] = frozenset(),
         unregistered: Sequence[nn.Module] = (),
     ) -> None:
-        self.modules = of_run
-        modules = [*self.modules, *unregistered]
-        slots = [(module, name, b) for module in modules for name, b in module._buffers.items()]
-        super().__init__(modules, frozenset((m, n) for m, n, b in slots if id(b) in foreign))
+        super().__init__(modules, foreign, unregistered)
         self._seen: set[Hashable] = set()
 
     def mode(self) -> Hashable:

@@ -27,7 +27,6 @@ from torch.utils.checkpoint import checkpoint
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.layers.buffers_of_run import BuffersOfRun, buffers_of_run
 from gpipebal.pipeline.layers.proxy import Proxy
-from gpipebal.pipeline.layers.written import ParameterWrites
 from gpipebal.pipeline.process.engine_state import current_backward
 from gpipebal.pipeline.process.phase import is_checkpointing, is_recomputing, phase
 from gpipebal.pipeline.randomness.randomness import OwnRandomness, States, current_randomness
@@ -112,7 +111,7 @@ class Recomputed(Proxy):
         )
         once.kept = []  # the checkpoint holds it, for as long as it is needed
         again.kept = buffers.with_changed(again.kept, before)
-        again.writes.end_forward()
+        again.kept.writes.end_forward()
         again.follow(result)
         return result
 
@@ -251,8 +250,7 @@ class _Again(AbstractContextManager[None]):
         randomness: Random numbers of the micro-batch; None: torch restores its generators.
 
     Attributes:
-        kept: The buffers as they were before the forward.
-        writes: Writes to the parameters since then.
+        kept: What the recompute has to know of the layers of the run.
     """
 
     def __init__(self, buffers: BuffersOfRun, randomness: OwnRandomness | None) -> None:
@@ -260,8 +258,7 @@ class _Again(AbstractContextManager[None]):
         self._states: States = []
         # One that never draws: the cell's own would keep its generators as long as the graph.
         self._randomness = None if randomness is None else randomness.from_start(self._states)
-        self.kept = buffers.keep()
-        self.writes = ParameterWrites(buffers.modules, alone=True)
+        self.kept = buffers.keep(alone=True)
         self._entered: list[ExitStack] = []
         self._checked_in: int | None = None
 
@@ -293,7 +290,7 @@ class _Again(AbstractContextManager[None]):
         """Look at the parameters, once in a backward."""
         backward = current_backward()
         if backward is None or backward != self._checked_in:
-            self.writes.check()
+            self.kept.writes.check()
         self._checked_in = backward
 
     def __enter__(self) -> None:
@@ -310,5 +307,5 @@ class _Again(AbstractContextManager[None]):
         self._entered.pop().__exit__(*exception)
         # A checkpoint stops its recompute, by an error of its own, once it has what it needs.
         if (kind := exception[0]) is None or kind.__module__ == checkpoint.__module__:
-            self.writes.check(recomputed=True)
+            self.kept.writes.check(recomputed=True)
             self._buffers.check_own()

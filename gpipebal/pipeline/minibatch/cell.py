@@ -23,7 +23,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.layers.batchnorm import SEEN, gathering
 from gpipebal.pipeline.layers.buffers import Kept
-from gpipebal.pipeline.layers.written import ParameterWrites
 from gpipebal.pipeline.process.caller import CallerState
 from gpipebal.pipeline.process.phase import phase
 from gpipebal.pipeline.randomness.randomness import OwnRandomness, States
@@ -47,22 +46,20 @@ class _ForRecompute(NamedTuple):
     Attributes:
         input: The input.
         versions: How often its leaves had been written to before the forward.
-        buffers: The layers' buffers before the forward.
+        layers: What it has to know of the layers.
         promised: Which outputs were said to need a gradient.
         states: States of the generators that layers passed explicitly.
         draws: How often each layer has drawn random numbers.
         tail: Ran after the layers.
-        writes: Writes to the parameters since the forward.
     """
 
     input: Packet
     versions: list[int | None]
-    buffers: Kept
+    layers: Kept
     promised: list[bool]
     states: States
     draws: Mapping[int | str, int]
     tail: Tail | None
-    writes: ParameterWrites
 
 
 class Cell:
@@ -128,7 +125,6 @@ class Cell:
         self._kind = kind_of(self._mode, packet, state, protect=self._protect, loss=loss)
         versions = [*map(version_of, packet.leaves)] if self.checkpointed else []
         states: States | None = [] if self.checkpointed else None
-        writes = ParameterWrites(self._partition.modules) if self.checkpointed else None
         randomness = OwnRandomness(self._seed, self._micro_batch, states)
         marks: list[int | None] = []
         try:
@@ -145,9 +141,8 @@ class Cell:
                 note_gaps(error, packet.leaves)
             raise
         self._partition.check_writes(self._kind, packet)
-        if writes is not None and any(result.needs_gradient):
-            writes.end_forward()
-            assert result.kept is not None and states is not None
+        if result.kept is not None and states is not None and any(result.needs_gradient):
+            result.kept.writes.end_forward()
             self._kept = _ForRecompute(
                 _with_copies(packet),
                 versions,
@@ -156,7 +151,6 @@ class Cell:
                 states,
                 randomness.draws,
                 tail,
-                writes,
             )
         elif self._grad and not self.checkpointed and any(result.needs_gradient):
             self._leaves = _wanted(packet, result.inputs)
@@ -193,7 +187,7 @@ class Cell:
             return  # no output needs a gradient
         if [*map(version_of, kept.input.leaves)] != kept.versions:
             raise ModelError(_written_message(self._partition.index))
-        kept.writes.check()
+        kept.layers.writes.check()
         randomness = OwnRandomness(self._seed, self._micro_batch, kept.states, again=True)
         marks: list[int | None] = []
         with phase(recomputing=True):
@@ -201,9 +195,9 @@ class Cell:
                 kept.input,
                 Pass(self._kind, state, randomness, kept.tail, marks),
                 promised=kept.promised,
-                kept=kept.buffers.again() if keep else kept.buffers,
+                kept=kept.layers.again() if keep else kept.layers,
             )
-        kept.writes.check(recomputed=True)
+        kept.layers.writes.check(recomputed=True)
         randomness.check_draws(kept.draws)
         if not keep:
             self._kept = None

@@ -19,7 +19,6 @@ from gpipebal.pipeline.layers.buffers_of_run import BuffersOfRun
 from gpipebal.pipeline.layers.cached_weights import forget_cached_weights
 from gpipebal.pipeline.layers.container import Container
 from gpipebal.pipeline.layers.modules import Modules
-from gpipebal.pipeline.layers.written import ParameterWrites
 from gpipebal.pipeline.minibatch.target import Target
 from gpipebal.pipeline.process.phase import is_checkpointing
 from gpipebal.pipeline.values.lane import Events, Lane
@@ -203,25 +202,25 @@ class _Repeatable:
 
     def __init__(self, buffers: BuffersOfRun) -> None:
         self._buffers = buffers
-        self._known: tuple[Kept, ParameterWrites] | None = None
+        self._known: Kept | None = None
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Call the module in this block: the first time, or in a recompute."""
         if self._known is not None:
-            kept, writes = self._known
+            kept = self._known
             self._buffers.check(kept)
-            writes.check()
+            kept.writes.check()
             with self._buffers.replaced(kept):
                 yield
             self._buffers.check_own()
-            writes.check(recomputed=True)
+            kept.writes.check(recomputed=True)
         elif is_checkpointing():
-            kept, writes = self._buffers.keep(), ParameterWrites(self._buffers.modules)
+            kept = self._buffers.keep()
             before = self._buffers.copies()
             yield
-            writes.end_forward()
-            self._known = self._buffers.with_changed(kept, before), writes
+            kept.writes.end_forward()
+            self._known = self._buffers.with_changed(kept, before)
         else:
             yield
 

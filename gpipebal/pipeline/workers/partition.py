@@ -20,7 +20,7 @@ Which outputs are copied before they are sent is decided in every forward (`retu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence, Set
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
-from gpipebal.pipeline.layers.buffers import Buffers, BufferSlot, Kept
+from gpipebal.pipeline.layers.buffers import Buffers, Kept
 from gpipebal.pipeline.layers.cached_weights import forget_cached_weights
 from gpipebal.pipeline.layers.modules import Modules
 from gpipebal.pipeline.layers.recomputed import Recomputed
@@ -78,7 +78,7 @@ class Partition:
         incoming: Skip connections that come in from other partitions. If there are any, the
             partition's input is the list of the value and what they bring.
         outgoing: Skip connections that go out to other partitions, likewise.
-        foreign_buffers: Buffers that layers of other partitions have too.
+        foreign_buffers: Buffers that layers of several partitions have, by ``id``.
         unregistered: Modules that its layers, and no others, have in lists or objects.
         running: Index, in the partition, of the layer that runs or ran last; their number means the
             loss.
@@ -94,7 +94,7 @@ class Partition:
     device: torch.device
     incoming: Sequence[Route] = ()
     outgoing: Sequence[Route] = ()
-    foreign_buffers: frozenset[BufferSlot] = frozenset()
+    foreign_buffers: Set[int] = frozenset()
     unregistered: Sequence[nn.Module] = ()
     running: int = 0
     is_given_up: bool = False
@@ -102,9 +102,8 @@ class Partition:
 
     def __post_init__(self) -> None:
         self.modules = Modules(self.layers)
-        modules = [*self.modules, *self.unregistered]
-        self.buffers = Buffers(modules, self.foreign_buffers)
-        self._returned = ReturnedTensors(modules, self.buffers)
+        self.buffers = Buffers(self.modules, self.foreign_buffers, self.unregistered)
+        self._returned = ReturnedTensors([*self.modules, *self.unregistered], self.buffers)
         self._skips = any(map(is_skippable, self.modules))
         self._late_writes = LateWrites(self.layers, self.index)
 
@@ -238,7 +237,7 @@ class Partition:
             packet: The input.
             run: What the pass depends on, as in the forward.
             promised: Which outputs were said to need a gradient.
-            kept: The buffers as they were before the forward.
+            kept: What it kept of the layers before the forward.
 
         Returns:
             Leaves of the input, and leaves of the output.

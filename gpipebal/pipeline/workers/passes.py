@@ -57,7 +57,7 @@ class ForwardResult:
         leaves: Leaves of the output.
         structure: Their pytree.
         needs_gradient: Which of them need a gradient.
-        kept: What a recompute needs of the buffers; None if there will be none.
+        kept: What a recompute has to know of the layers; None if there will be none.
         overlaps: Indices of leaves in the memory of an input that another value on its way shares.
     """
 

@@ -156,13 +156,7 @@ def _partitions(
             devices[j],
             [r for r in routes if r.destination == j and r.source != j],
             [r for r in routes if r.source == j and r.destination != j],
-            frozenset(
-                (module, name)
-                for layer in chain[first:end]
-                for module in layer.modules()
-                for name, buffer in module._buffers.items()
-                if buffer is not None and id(buffer) in shared
-            ),
+            shared,
             unregistered[j],
         )
         for j, (first, end) in enumerate(_places(balance))
