@@ -12,7 +12,7 @@ the cell holds on to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from gpipebal.pipeline.values.tensors import (
 __all__ = [
     "BufferSlot",
     "Buffers",
+    "BuffersOfRun",
     "Copies",
     "Kept",
     "is_always_copied",
@@ -325,6 +326,45 @@ class Buffers:
 
     def _present(self) -> Iterator[tuple[BufferSlot, Tensor]]:
         return ((place, buffer) for place, buffer in self._slots() if buffer is not None)
+
+
+class BuffersOfRun(Buffers):
+    """The buffers of a run of layers that is recomputed by itself, or those of a loss.
+
+    It remembers in which modes writes to them have been looked for.
+    """
+
+    def __init__(
+        self,
+        modules: Modules,
+        foreign: Set[int] = frozenset(),
+        unregistered: Sequence[nn.Module] = (),
+    ) -> None:
+        super().__init__(modules, foreign, unregistered)
+        self._seen: set[Hashable] = set()
+
+    def mode(self) -> Hashable:
+        """Return the modes of all modules."""
+        return tuple([module.training for module in self.modules])
+
+    def begin(self) -> Copies:
+        """Begin a forward whose recompute computes all weights again: it finds none in the cache.
+
+        Returns:
+            What `copies` does.
+        """
+        forget_cached_weights(self._modules)
+        return self.copies()
+
+    def copies(self, *, alone: bool = False) -> Copies:
+        """Copy the large buffers, if writes to them have not been looked for yet."""
+        return {} if self.mode() in self._seen else super().copies(alone=alone)
+
+    def end_forward(self, kept: Kept, before: Copies) -> Kept:
+        """Return what is kept, after a forward, with copies of what it turned out to write to."""
+        self._seen.add(self.mode())
+        kept.writes.end_forward()
+        return kept.with_copies(self.note_changed(before))
 
 
 def _buffer_of(module: nn.Module, name: str) -> Any:

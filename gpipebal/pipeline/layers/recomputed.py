@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gpipebal.errors import ModelError
-from gpipebal.pipeline.layers.buffers_of_run import BuffersOfRun, buffers_of_run
+from gpipebal.pipeline.layers.attributes import unregistered_in
+from gpipebal.pipeline.layers.buffers import BuffersOfRun
+from gpipebal.pipeline.layers.modules import Modules
 from gpipebal.pipeline.layers.proxy import Proxy
 from gpipebal.pipeline.process.engine_state import current_backward
 from gpipebal.pipeline.process.phase import is_checkpointing, is_recomputing, phase
@@ -93,7 +95,8 @@ class Recomputed(Proxy):
             return self._through(first, *values, **keywords)
         buffers = self._of_run
         if buffers is None or not buffers.modules.are_as_made():
-            buffers = buffers_of_run(self.run, self._foreign)
+            inside = [one for one in unregistered_in(self.run) if id(one) not in self._foreign]
+            buffers = BuffersOfRun(Modules(self.run), self._foreign, inside)
             self._of_run, self._written = buffers, {}
         again = _Again(buffers, outer)
         before = buffers.begin()
@@ -110,8 +113,7 @@ class Recomputed(Proxy):
             early_stop=not any(isinstance(one, nn.RReLU) for one in buffers.modules),
         )
         once.kept = []  # the checkpoint holds it, for as long as it is needed
-        again.kept = buffers.with_changed(again.kept, before)
-        again.kept.writes.end_forward()
+        again.kept = buffers.end_forward(again.kept, before)
         again.follow(result)
         return result
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from gpipebal.argument_kinds import is_word
 from gpipebal.errors import BalanceError, ModelError, PipelineError
-from gpipebal.pipeline.layers.buffers import BufferSlot, Kept
-from gpipebal.pipeline.layers.buffers_of_run import BuffersOfRun
+from gpipebal.pipeline.layers.buffers import BufferSlot, BuffersOfRun, Kept
 from gpipebal.pipeline.layers.cached_weights import forget_cached_weights
 from gpipebal.pipeline.layers.container import Container
 from gpipebal.pipeline.layers.modules import Modules
@@ -219,8 +218,7 @@ class _Repeatable:
             kept = self._buffers.keep()
             before = self._buffers.copies()
             yield
-            kept.writes.end_forward()
-            self._known = self._buffers.with_changed(kept, before)
+            self._known = self._buffers.end_forward(kept, before)
         else:
             yield
 
