@@ -16,13 +16,13 @@ from gpipebal.skip.driver import Declared, drive
 from gpipebal.skip.namespace import Namespace
 from gpipebal.skip.tracker import Key
 
-__all__ = ["Skippable", "is_skippable", "skippable"]
+__all__ = ["Skippable", "skippable"]
 
 M = TypeVar("M", bound=nn.Module)
 
 
 class Skippable:
-    """What `skippable` adds to a class of layers."""
+    """What `skippable` adds to a class of layers: all layers that can stash or pop are of it."""
 
     #: The names that one class declares, without those that it inherits; every class that
     #: `skippable` made has its own.
@@ -84,11 +84,6 @@ class Skippable:
         declared = kind._skip_declared
         recipe = kind.__bases__[0], sorted(declared.stash), sorted(declared.pop)
         return _blank, recipe, *reduced[2:]
-
-
-def is_skippable(module: object) -> bool:
-    """Tell whether a module's class, or one that it inherits from, was made by `skippable`."""
-    return isinstance(module, Skippable)
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[M]], type[M]]:

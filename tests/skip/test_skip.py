@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from gpipebal.errors import GpipebalError
 from gpipebal.skip import Namespace, pop, skippable, stash, verify_skippables
-from gpipebal.skip.skippable import is_skippable
+from gpipebal.skip.skippable import Skippable
 from gpipebal.skip.tracker import Skips, current, using
 
 # --- Values and gradients
@@ -243,8 +243,9 @@ def test_the_decorated_class_is_a_subclass_of_the_same_name() -> None:
     assert list(Keep().state_dict()) == ["linear.weight", "linear.bias"]
     assert repr(Keep()).startswith("Keep(")
     assert issubclass(KeepA, Identity) and isinstance(KeepA(), Identity)
-    assert is_skippable(Keep()) and is_skippable(KeepA())
-    assert not is_skippable(Identity()) and not is_skippable(nn.Sequential(Keep()))
+    assert isinstance(Keep(), Skippable) and isinstance(KeepA(), Skippable)
+    assert not isinstance(Identity(), Skippable)
+    assert not isinstance(nn.Sequential(Keep()), Skippable)
 
 
 def test_stashes_and_pops_are_the_declared_names() -> None:

@@ -11,7 +11,7 @@ from gpipebal.argument_kinds import check_list, whole_number
 from gpipebal.errors import BalanceError, ModelError
 from gpipebal.pipeline.layers.modules import shallow_copy
 from gpipebal.pipeline.layers.recomputed import Recomputed
-from gpipebal.skip.skippable import is_skippable
+from gpipebal.skip.skippable import Skippable
 
 __all__ = ["check_runs", "with_recompute"]
 
@@ -96,7 +96,7 @@ def _places(run: Sequence[int | str], names: Sequence[str], taken: set[int]) -> 
 
 
 def _check_no_skips(name: str, layer: nn.Module) -> None:
-    if any(is_skippable(inside) for inside in layer.modules()):
+    if any(isinstance(inside, Skippable) for inside in layer.modules()):
         raise ModelError(
             f"a layer with skip connections cannot be recomputed by itself: {name!r} would stash "
             "or pop twice.\n"

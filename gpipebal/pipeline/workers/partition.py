@@ -51,7 +51,7 @@ from gpipebal.pipeline.workers.facts import MOST_KINDS, Facts, was_written
 from gpipebal.pipeline.workers.inbox import InboxClosedError
 from gpipebal.pipeline.workers.input_writes import ONE_BY_ONE, LateWrites, Watch
 from gpipebal.pipeline.workers.passes import ForwardResult, Pass
-from gpipebal.skip.skippable import is_skippable
+from gpipebal.skip.skippable import Skippable
 from gpipebal.skip.tracker import Key, Skips, using
 
 __all__ = ["Partition", "Route"]
@@ -104,7 +104,7 @@ class Partition:
         self.modules = Modules(self.layers)
         self.buffers = Buffers(self.modules, self.foreign_buffers, self.unregistered)
         self._returned = ReturnedTensors([*self.modules, *self.unregistered], self.buffers)
-        self._skips = any(map(is_skippable, self.modules))
+        self._skips = any(isinstance(module, Skippable) for module in self.modules)
         self._late_writes = LateWrites(self.layers, self.index)
 
     def give_up(self) -> None:
