@@ -28,9 +28,15 @@ from gpipebal.pipeline.process.phase import phase
 from gpipebal.pipeline.randomness.randomness import OwnRandomness, States
 from gpipebal.pipeline.randomness.seeds import MiniBatchSeed
 from gpipebal.pipeline.values.gradients import without_the_rest
-from gpipebal.pipeline.values.microbatch import Packet, check_nothing_hidden, detached
+from gpipebal.pipeline.values.microbatch import (
+    Packet,
+    check_nothing_hidden,
+    copied,
+    detached,
+    uncounted,
+)
 from gpipebal.pipeline.values.places import find_overlaps
-from gpipebal.pipeline.values.tensors import copy_of, has_storage, version_of
+from gpipebal.pipeline.values.tensors import has_storage, version_of
 from gpipebal.pipeline.workers.blame import note_failed_layers, note_gaps, note_second_backward
 from gpipebal.pipeline.workers.facts import kind_of
 from gpipebal.pipeline.workers.partition import Partition
@@ -309,14 +315,11 @@ def _written_message(partition: int) -> str:
 
 def _with_copies(packet: Packet) -> Packet:
     """Copy tensors that count no writes: a write before the recompute could not be detected."""
-    if not any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in packet.leaves):
+    which = uncounted(packet.leaves)
+    if not which:
         return packet
     with torch.inference_mode():
-        leaves = [
-            copy_of(leaf) if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
-            for leaf in packet.leaves
-        ]
-    return packet._replace(leaves=leaves)
+        return packet._replace(leaves=copied(packet.leaves, which))
 
 
 def _wanted(packet: Packet, leaves: Sequence[Any]) -> list[Tensor | None]:

@@ -32,6 +32,7 @@ __all__ = [
     "join_packets",
     "name_of_leaf",
     "split_packet",
+    "uncounted",
     "unflatten",
     "which_need_gradient",
 ]
@@ -93,6 +94,11 @@ def copied(leaves: Sequence[Any], which: Collection[int]) -> list[Any]:
         copy_of(leaf) if k in which and isinstance(leaf, Tensor) else leaf
         for k, leaf in enumerate(leaves)
     ]
+
+
+def uncounted(leaves: Sequence[Any]) -> set[int]:
+    """Return the indices of the tensors that count no writes, which were made in inference mode."""
+    return {k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_inference()}
 
 
 def which_need_gradient(leaves: Sequence[Any]) -> list[bool]:

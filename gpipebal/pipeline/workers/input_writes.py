@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
-from gpipebal.pipeline.values.microbatch import Packet
+from gpipebal.pipeline.values.microbatch import Packet, uncounted
 from gpipebal.pipeline.workers.facts import Facts
 
 __all__ = ["ONE_BY_ONE", "LateWrites", "Watch"]
@@ -89,13 +89,12 @@ class LateWrites:
         leaves = packet.leaves
         if facts is None:
             return range(len(leaves))
-        # Tensors made in inference mode count no writes: an unchanged value once proves nothing.
-        uncounted = {k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_inference()}
         # Modules that work in place take one tensor.
         late = self._noticed.union(*self._suspected.values())
         if _says_in_place(self._layers[0]):
             late |= {0}
-        return facts.written_inputs | uncounted | (late - packet.overlaps)
+        # Where no writes are counted, an unchanged value once proves nothing.
+        return facts.written_inputs | uncounted(leaves) | (late - packet.overlaps)
 
     def check(self, watch: Watch, describe: Callable[[int], str], *, loss: bool) -> None:
         """Make sure that no layer has written to the input itself.

@@ -268,8 +268,7 @@ class WorkerPool:
             self._is_exit = True
             for stop in self._stops.copy():
                 stop.is_exit = stop.is_set = True
-            for queue in self._queues:
-                queue.put(None)
+            _tell_to_end(self._queues)
 
     def wait_at_exit(self, seconds: float) -> None:
         """Wait for the threads, but not for one that does nothing for so many seconds."""
