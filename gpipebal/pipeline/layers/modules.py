@@ -54,32 +54,24 @@ class WriteCounts(NamedTuple):
 
     Attributes:
         parameters: The parameters, except for those that count no writes.
-        counts: How often each was written to.
-        places: Where each has its elements, if it is not trained: an exchanged ``.data`` counts no
-            write. Offloaders exchange those of others: 0.
+        counts: How often each was written to; and where it has its elements, if it is not trained:
+            an exchanged ``.data`` counts no write. Offloaders exchange those of others: 0.
     """
 
     parameters: list[nn.Parameter]
-    counts: list[int]
-    places: list[int]
-
-    def is_as(self, other: WriteCounts) -> bool:
-        """Tell whether no parameter was written to, frozen or thawed between two counts."""
-        return self.counts == other.counts and self.places == other.places
+    counts: list[tuple[int, int]]
 
     def since(self, before: WriteCounts) -> set[int]:
         """Return the parameters, by ``id``, that were written to since an earlier count."""
+        if before.counts == self.counts:
+            return set()
         if len(before.parameters) == len(self.parameters):
             # By places: a layer may have put another parameter into one.
-            places = zip(before._written, self._written, self.parameters, strict=True)
+            places = zip(before.counts, self.counts, self.parameters, strict=True)
             return {id(parameter) for then, now, parameter in places if _differ(then, now)}
-        then = dict(zip(map(id, before.parameters), before._written, strict=True))
-        found = zip(map(id, self.parameters), self._written, strict=True)
+        then = dict(zip(map(id, before.parameters), before.counts, strict=True))
+        found = zip(map(id, self.parameters), self.counts, strict=True)
         return {key for key, now in found if _differ(then.get(key, now), now)}
-
-    @property
-    def _written(self) -> Iterator[tuple[int, int]]:
-        return zip(self.counts, self.places, strict=True)
 
 
 class Modules:
@@ -206,7 +198,7 @@ class Modules:
         changed = now.since(before)
         return [
             (module, name, parameter)
-            for module in self._modules
+            for module in (self._modules if changed else ())
             for name, parameter in module._parameters.items()
             if parameter is not None and id(parameter) in changed
         ]
@@ -218,8 +210,7 @@ class Modules:
 def _counts_of(parameters: list[nn.Parameter]) -> WriteCounts:
     return WriteCounts(
         parameters,
-        [one._version for one in parameters],
-        [0 if one.requires_grad else _address_of(one) for one in parameters],
+        [(one._version, 0 if one.requires_grad else _address_of(one)) for one in parameters],
     )
 
 

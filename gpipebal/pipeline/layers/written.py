@@ -51,9 +51,8 @@ class ParameterWrites:
         before, self._counts = self._counts, self._modules.write_counts()
         if self._alone:
             self._training = [module.training for module in self._modules]
-        if not self._counts.is_as(before):
-            for module, name, parameter in self._modules.written_to(before, self._counts):
-                self._copies[module, name] = self._copy_of(parameter)
+        for module, name, parameter in self._modules.written_to(before, self._counts):
+            self._copies[module, name] = self._copy_of(parameter)
 
     def _copy_of(self, parameter: nn.Parameter) -> Tensor:
         """Return a copy, the one of an earlier forward if that would do: micro-batches share it."""
@@ -77,8 +76,6 @@ class ParameterWrites:
         now = self._modules.write_counts()
         if self._alone and not recomputed:
             self._check_same(now.parameters)
-        if now.is_as(self._counts):
-            return
         for module, name, parameter in self._modules.written_to(self._counts, now):
             copy = self._copies.get((module, name))
             if not (recomputed if copy is None else _are_close(copy, parameter)):
