@@ -38,9 +38,8 @@ from gpipebal.pipeline.values.microbatch import (
 from gpipebal.pipeline.values.places import find_overlaps
 from gpipebal.pipeline.values.tensors import has_storage, version_of
 from gpipebal.pipeline.workers.blame import note_failed_layers, note_gaps, note_second_backward
-from gpipebal.pipeline.workers.facts import kind_of
 from gpipebal.pipeline.workers.partition import Partition
-from gpipebal.pipeline.workers.passes import Pass, Tail
+from gpipebal.pipeline.workers.passes import Pass, Tail, kind_of
 from gpipebal.schedule import Schedule
 
 __all__ = ["Cell", "make_cells"]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.values.microbatch import Packet, uncounted
-from gpipebal.pipeline.workers.facts import Facts
+from gpipebal.pipeline.workers.passes import Facts
 
 __all__ = ["ONE_BY_ONE", "LateWrites", "Watch"]
 

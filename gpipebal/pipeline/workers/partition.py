@@ -47,10 +47,9 @@ from gpipebal.pipeline.values.microbatch import (
 from gpipebal.pipeline.values.places import find_shared
 from gpipebal.pipeline.values.tensors import version_of
 from gpipebal.pipeline.workers.blame import note_no_graph
-from gpipebal.pipeline.workers.facts import MOST_KINDS, Facts, was_written
 from gpipebal.pipeline.workers.inbox import InboxClosedError
 from gpipebal.pipeline.workers.input_writes import ONE_BY_ONE, LateWrites, Watch
-from gpipebal.pipeline.workers.passes import ForwardResult, Pass
+from gpipebal.pipeline.workers.passes import MOST_KINDS, Facts, ForwardResult, Pass, was_written
 from gpipebal.skip.skippable import Skippable
 from gpipebal.skip.tracker import Key, Skips, using
 
