@@ -113,14 +113,7 @@ class Modules:
         """Name the state of the layers: anything that may change the facts changes the mode."""
         return (
             tuple([module.training for module in self._modules]),
-            tuple(
-                [
-                    parameter.requires_grad
-                    for module in self._modules
-                    for parameter in module._parameters.values()
-                    if parameter is not None
-                ]
-            ),
+            tuple([parameter.requires_grad for parameter in self.parameters()]),
         )
 
     def ask_for_a_graph(self) -> bool:
