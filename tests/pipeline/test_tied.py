@@ -467,7 +467,7 @@ def test_gradients_of_mini_batches_in_two_threads_are_added_one_after_the_other(
 
     def add_up() -> None:
         sums: list[Any] = [{layer.weight: (torch.ones(2, 2), ())}, {}]
-        runtime.tied.add_up(sums, runtime.lanes)
+        runtime.tied.add_up(sums)
 
     second = threading.Thread(target=add_up)
     added = tied._added

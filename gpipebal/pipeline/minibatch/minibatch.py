@@ -209,7 +209,7 @@ class MiniBatch:
         found = [self._routes.take_input_gradients(i) for i in range(len(self.rows))]
         for leaves, ready in found:
             self.lanes[0].give_to_caller(leaves, ready)
-        self.runtime.tied.add_up(self._sums, self.lanes)
+        self.runtime.tied.add_up(self._sums)
         return [list(leaves) for leaves, _ in found]
 
     def _run_forward_phase(self, kinds: str) -> None:

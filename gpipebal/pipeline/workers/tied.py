@@ -105,7 +105,7 @@ class TiedParameters:
         finally:
             _current.sums = _current.tied = None
 
-    def add_up(self, sums: Sequence[_Sums], lanes: Sequence[Lane]) -> None:
+    def add_up(self, sums: Sequence[_Sums]) -> None:
         """Add the sums of the partitions to ``.grad``; called in the caller's thread."""
         with self._adding, torch.no_grad():
             for parameter in self._tied:
@@ -114,7 +114,7 @@ class TiedParameters:
                     gradient, ready = of_partition.pop(parameter, (None, ()))
                     if gradient is not None:
                         found = True
-                        lanes[j].give_to_caller([gradient], ready)
+                        self._lanes[j].give_to_caller([gradient], ready)
                         parameter.grad = _added(parameter.grad, gradient)
                 if found:
                     for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
