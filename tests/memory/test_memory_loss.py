@@ -73,7 +73,7 @@ def test_parameters_of_the_loss_are_counted(by_way: gb.Profile, exist: bool) -> 
                         model.zero_grad()
                     with measure_memory(pipe) as meter:
                         for own in (*loss.parameters(), *loss.buffers()):
-                            meter.ledger.hold([own, own.grad], 0, keep=True)
+                            meter.ledger.keep([(0, own), (0, own.grad)])
                         if inside:
                             pipe.step(sample, target=target, loss_fn=loss)
                         else:
@@ -151,7 +151,7 @@ def test_buffers_of_the_loss_are_counted() -> None:
                 model.zero_grad()
                 with measure_memory(pipe) as meter:
                     for own in (*loss.parameters(), *loss.buffers()):
-                        meter.ledger.hold([own, own.grad], 1, keep=True)
+                        meter.ledger.keep([(1, own), (1, own.grad)])
                     pipe.step(sample, target=target, loss_fn=loss)
             planned = plan.partitions[1].memory.total
             assert 0.99 * meter.peak_bytes[1] <= planned <= 1.03 * meter.peak_bytes[1], (way, mode)

@@ -441,7 +441,7 @@ def test_what_is_kept_stays_with_its_owner() -> None:
     """A ledger charges another owner with what he is given, unless the first one keeps it."""
     ledger, given, kept = Ledger(2), torch.ones(2), torch.ones(3)
     ledger.hold([given], 0)
-    ledger.hold([kept], 0, keep=True)
+    ledger.keep([(0, kept)])
     ledger.hold([given, kept], 1)
     assert ledger.live == [12, 8]
     del kept

@@ -139,7 +139,7 @@ def charge_inputs(ledger: Ledger | None, inputs: Any, devices: Sequence[torch.de
     """
     if ledger is not None and devices:
         leaves = [leaf for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor)]
-        ledger.hold([leaf for leaf in leaves if leaf.device == devices[0]], 0, keep=True)
+        ledger.keep((0, leaf) for leaf in leaves if leaf.device == devices[0])
 
 
 def check_no_transform(inputs: Any, parameters: Iterable[Any]) -> None:

@@ -55,7 +55,7 @@ class Ledger:
         self._lock = threading.RLock()
 
     def keep(self, tensors: Iterable[tuple[int, Any]]) -> None:
-        """Charge tensors to owners that keep them from now on, whoever holds them later.
+        """Charge tensors to owners that keep them from now on, whoever holds or keeps them later.
 
         What tensors of several owners lie in is shared out among these, as `share_out` does it.
 
@@ -65,24 +65,21 @@ class Ledger:
         owned = ((owner, tensor) for owner, tensor in tensors if isinstance(tensor, Tensor))
         for key, shared in share_out(owned).items():
             with self._lock:
-                self._leave(key)
-                self._kept.add(key)
-                self._charge(key, shared)
+                if key not in self._kept:
+                    self._leave(key)
+                    self._kept.add(key)
+                    self._charge(key, shared)
 
-    def hold(self, tensors: Iterable[Any], owner: int, *, keep: bool = False) -> None:
+    def hold(self, tensors: Iterable[Any], owner: int) -> None:
         """Charge tensors to an owner, taking them over from whoever held them.
 
         Args:
             tensors: The tensors; anything that is not a tensor is skipped.
             owner: Number of the owner.
-            keep: Whether they stay with this owner from now on, whoever holds them later.
         """
         for tensor in tensors:
             for part in _with_storage(tensor):
                 self._enter(part, owner, take_over=True)
-                if keep:
-                    with self._lock:
-                        self._kept.add(storage_key(part))
 
     def bytes_of(self, key: int) -> int | None:
         """Return the bytes of a live storage, None if it is not in the ledger."""
