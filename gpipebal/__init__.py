@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpipebal.balance import balance_by_size, balance_by_time, balance_cost
-    from gpipebal.errors import GpipebalError
+    from gpipebal.errors import GpipebalError, InfeasibleError, UnsupportedPlanError
     from gpipebal.pipeline import GPipe, flatten, is_checkpointing, is_recomputing, trace
     from gpipebal.plan import Plan
     from gpipebal.planner import (
@@ -48,11 +48,13 @@ __all__ = [
     "DeviceRates",
     "GPipe",
     "GpipebalError",
+    "InfeasibleError",
     "Link",
     "Plan",
     "Profile",
     "Rules",
     "Timeline",
+    "UnsupportedPlanError",
     "balance_by_size",
     "balance_by_time",
     "balance_cost",
@@ -78,11 +80,13 @@ _HOMES = {
     "DeviceRates": "gpipebal.rates",
     "GPipe": "gpipebal.pipeline",
     "GpipebalError": "gpipebal.errors",
+    "InfeasibleError": "gpipebal.errors",
     "Link": "gpipebal.problem",
     "Plan": "gpipebal.plan",
     "Profile": "gpipebal.profile",
     "Rules": "gpipebal.problem",
     "Timeline": "gpipebal.timeline",
+    "UnsupportedPlanError": "gpipebal.errors",
     "balance_by_size": "gpipebal.balance",
     "balance_by_time": "gpipebal.balance",
     "balance_cost": "gpipebal.balance",
