@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -14,6 +15,9 @@ from gpipebal.records import COUNT
 from gpipebal.text import is_whole
 
 __all__ = ["parts_of_costs"]
+
+#: Arguments in seconds, which are floats everywhere; sizes are whole numbers.
+_TIMES = {"forward", "backward", "recompute"}
 
 
 def parts_of_costs(rows: object, chunks: object, columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,6 +38,8 @@ def parts_of_costs(rows: object, chunks: object, columns: Mapping[str, Any]) -> 
         for name, column in columns.items()
         if column is not None or name == "forward"
     }
+    for name in found.keys() & _TIMES:
+        found[name] = [_as_float(time) for time in found[name]]
     times = found["forward"]
     usual: dict[str, list[Any]] = {
         "backward": [2 * time for time in times],
@@ -109,6 +115,13 @@ def _column(name: str, column: object) -> list[Any]:
                 "can hold).\nFix: give another name."
             )
     return found
+
+
+def _as_float(time: float) -> float:
+    try:
+        return float(time)
+    except OverflowError:  # refused later, with its layer, as no finite time
+        return math.inf
 
 
 def _plain(value: object) -> int | float | None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -98,6 +99,13 @@ def test_from_costs_fills_in_what_is_not_given() -> None:
     assert profile.bytes_of(range(len(profile.storages))) == 0
     assert (profile.rows, profile.mini_batch_rows, profile.chunks) == (4, 12, 3)
     assert profile.threads is None
+
+
+def test_from_costs_has_seconds_as_floats_and_bytes_as_whole_numbers() -> None:
+    """Whatever kind of number is given, times are floats and sizes are ints."""
+    (layer,) = Profile.from_costs([2], output_bytes=[np.int64(8)]).layers
+    assert [type(layer.forward_time), type(layer.backward_time)] == [float, float]
+    assert type(layer.recompute_time) is float and type(layer.output_bytes) is int
 
 
 def test_from_costs_keeps_every_cost() -> None:
