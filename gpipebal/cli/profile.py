@@ -101,7 +101,7 @@ def _profile_of(options: argparse.Namespace) -> Profile:
         chunks=options.chunks,
         with_values=options.estimate is None,
     )
-    # An estimate refuses a device, threads and a timeout.
+    # An estimate refuses a device and threads.
     how = {} if options.estimate is None else {"method": "estimate", "rates": options.estimate}
     return profile_model(
         workload.model,

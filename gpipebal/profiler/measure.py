@@ -127,7 +127,7 @@ def profile_model(
         target_dims: The same for the target, as `GPipe.step` takes it; without one it is not used.
         method: ``'measure'``; or ``'estimate'``, which needs no device and no memory: the layers
             may be on the meta device, and nothing runs. See `gpipebal.profiler.estimate`. Arguments
-            that only tell how to measure are then refused.
+            that only tell how to measure are then refused, except `timeout`: nothing is repeated.
         rates: For ``method='estimate'``: the device to estimate for, by name or by its rates;
             None: an H100 SXM.
         one_at_a_time: Whether to have only one layer on the device at a time, with its gradients
@@ -217,12 +217,13 @@ def profile_model(
             {
                 "device": device,
                 "threads": threads,
-                "timeout": timeout,
                 "one_at_a_time": one_at_a_time,
                 "share_identical": share_identical or None,
                 "as_pipeline": None if as_pipeline else False,
             },
         )
+        if timeout is not None:
+            check_timeout(timeout)  # nothing is repeated, so that any is kept
         return estimate_training(training, rows=rows, rates=rates, progress=progress)
     _refuse("method='measure'", "method='estimate' takes rates", {"rates": rates})
     check_values(training.layers, sample, keywords, target)

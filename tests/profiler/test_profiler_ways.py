@@ -553,7 +553,6 @@ def test_one_layer_at_a_time_gathers_nothing_large() -> None:
     [
         {"device": "nonsense"},
         {"threads": -1},
-        {"timeout": -5},
         {"one_at_a_time": True},
         {"share_identical": True},
     ],
@@ -566,6 +565,15 @@ def test_an_estimate_refuses_what_has_no_meaning(given: dict[str, Any]) -> None:
         gb.profile_model(model, sample, method="estimate", **given)
     with pytest.raises(ProfileError, match="rates has no meaning with method='measure'"):
         gb.profile_model(model, sample, rates="A100")
+
+
+def test_an_estimate_keeps_any_timeout() -> None:
+    """An estimate repeats nothing, so that a timeout changes nothing; but it must be a duration."""
+    model, sample = nn.Sequential(nn.Linear(4, 4)), torch.randn(4, 4)
+    limited = gb.profile_model(model, sample, method="estimate", timeout=0)
+    assert limited.layers == gb.profile_model(model, sample, method="estimate").layers
+    with pytest.raises(ProfileError, match="timeout is not a duration"):
+        gb.profile_model(model, sample, method="estimate", timeout=-5)
 
 
 @pytest.mark.parametrize("method", ["measure", "estimate"])
