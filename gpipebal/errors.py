@@ -16,10 +16,12 @@ __all__ = [
     "GpipebalError",
     "InfeasibleError",
     "KindError",
+    "MissingFileError",
     "ModelError",
     "PipelineError",
     "PipelineTimeoutError",
     "ProfileError",
+    "RowsError",
     "UnsupportedPlanError",
     "UsageError",
     "VerificationError",
@@ -70,6 +72,14 @@ class ModelError(GpipebalError, TypeError):
     """A module, an input or an output of a kind that a pipeline cannot work with."""
 
 
+class RowsError(ModelError, ValueError):
+    """Tensors of one mini-batch, or its keyword arguments, that have different rows.
+
+    It is a TypeError like other inputs that cannot be divided, and the ValueError that wrong shapes
+    are: it is both.
+    """
+
+
 class DuplicateLayerError(GpipebalError, ValueError):
     """Something that partitions cannot share, such as a parameter on different devices."""
 
@@ -83,6 +93,10 @@ class DeviceError(GpipebalError, ValueError, IndexError):
 
 class FileFormatError(GpipebalError, ValueError):
     """A saved file that is unreadable, damaged, of another kind, or of another version."""
+
+
+class MissingFileError(FileFormatError, FileNotFoundError):
+    """A file to be read that does not exist."""
 
 
 class UnsupportedPlanError(GpipebalError, ValueError):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from gpipebal.argument_kinds import check_path
-from gpipebal.errors import FileFormatError
+from gpipebal.errors import FileFormatError, MissingFileError
 
 __all__ = [
     "NO_ROOM",
@@ -206,7 +206,8 @@ def read_any(path: str | os.PathLike[str], kind: str = "gpipebal") -> dict[str, 
         kind: What was expected, for the error.
 
     Raises:
-        FileFormatError: the file does not exist, cannot be read, or is not a JSON object.
+        FileFormatError: the file cannot be read, or is not a JSON object.
+        MissingFileError: the file does not exist (a FileFormatError).
         KindError: `path` is not a path.
     """
     source = check_path(path)
@@ -214,6 +215,8 @@ def read_any(path: str | os.PathLike[str], kind: str = "gpipebal") -> dict[str, 
     try:
         # Some editors put a mark in front of what they save.
         text = _bytes_of(source, fix).decode("utf-8-sig")
+    except FileNotFoundError as error:
+        raise _refused(path, f"cannot be read: {error.strerror}.", fix, MissingFileError) from error
     except OSError as error:
         raise _refused(path, f"cannot be read: {error.strerror or error}.", fix) from error
     except UnicodeDecodeError as error:
@@ -274,8 +277,13 @@ def _open_at_once(path: str, flags: int) -> int:
     return handle
 
 
-def _refused(path: str | os.PathLike[str], what: str, fix: str) -> FileFormatError:
-    return FileFormatError(f"{Path(path)} {what}\nFix: {fix}")
+def _refused(
+    path: str | os.PathLike[str],
+    what: str,
+    fix: str,
+    error: type[FileFormatError] = FileFormatError,
+) -> FileFormatError:
+    return error(f"{Path(path)} {what}\nFix: {fix}")
 
 
 def read_noun(

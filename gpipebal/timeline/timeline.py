@@ -300,6 +300,7 @@ class Timeline:
 
         Raises:
             FileFormatError: the file cannot be read, is damaged, or is of another version.
+            MissingFileError: the file does not exist (a FileFormatError).
         """
         return read_noun(path, FORMAT, VERSION, cls.from_dict)
 

@@ -67,6 +67,12 @@ def test_scatter_refuses_what_it_would_cut_short(value: object, message: str) ->
         scatter(value, 2)
 
 
+def test_different_rows_are_the_value_error_that_wrong_shapes_are() -> None:
+    """Who expects a ValueError for tensors that do not fit one another catches it too."""
+    with pytest.raises(ValueError, match="tensors have different rows"):
+        scatter((torch.zeros(4, 1), torch.zeros(2, 1)), 2)
+
+
 def test_gather_refuses_outputs_of_different_structure() -> None:
     """Micro-batches that return different structures cannot be joined."""
     with pytest.raises(ModelError, match="micro-batch 1 gave"):

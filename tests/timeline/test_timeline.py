@@ -399,9 +399,10 @@ def test_foreign_file_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:
-    """A path without a file is an error of the same type, and names the path."""
-    with pytest.raises(FileFormatError, match=r"nowhere\.json cannot be read"):
+    """A path without a file is an error of the same type and a FileNotFoundError."""
+    with pytest.raises(FileFormatError, match=r"nowhere\.json cannot be read") as caught:
         Timeline.load(tmp_path / "nowhere.json")
+    assert isinstance(caught.value, FileNotFoundError)
 
 
 def test_trace_leads_arrows_through_copies(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from gpipebal.errors import BalanceError, ModelError
+from gpipebal.errors import BalanceError, ModelError, RowsError
 from gpipebal.pipeline.values.microbatch import flatten, name_of_leaf, unflatten
 from gpipebal.schedule import check_count
 
@@ -124,7 +124,8 @@ def count_rows(
         argument: The argument that can name their dimensions, for an error.
 
     Raises:
-        ModelError: no tensor has rows, one lacks the dimension, or two have different rows.
+        ModelError: no tensor has rows, or one lacks the dimension.
+        RowsError: two have different rows (a ModelError).
     """
     rows: int | None = None
     for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
@@ -145,7 +146,7 @@ def count_rows(
                 "of it."
             )
         if rows is not None and leaf.shape[dim] != rows:
-            raise ModelError(
+            raise RowsError(
                 f"{what} tensors have different rows: {name_of_leaf(structure, index)} has "
                 f"{leaf.shape[dim]} along dim {dim} (expected {rows}, as the tensors before it).\n"
                 f"Fix: give every tensor the same rows, or name its dimension in {argument} (None: "
@@ -181,7 +182,8 @@ def scatter(value: Any, chunks: int, dims: Any = 0) -> list[Any]:
         ``max(1, min(chunks, rows))`` micro-batches of the same structure, as equal as possible.
 
     Raises:
-        ModelError: there is no tensor, or two tensors have different rows.
+        ModelError: there is no tensor with rows.
+        RowsError: two tensors have different rows (a ModelError).
         BalanceError: `dims` does not fit, or `chunks` is not a whole number of 1 or more.
 
     Example:
