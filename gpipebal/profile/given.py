@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any
 
-from gpipebal.argument_kinds import is_list, plain_number, whole_number
+from gpipebal.argument_kinds import is_list, of_array, plain_number, whole_number
 from gpipebal.errors import ProfileError
 from gpipebal.profile.checks import bad_value
 from gpipebal.profile.layer import LayerProfile
@@ -101,7 +101,7 @@ def _column(name: str, column: object) -> list[Any]:
             f"costs are not a list: {name}={column!r:.60} (expected one for each layer).\n"
             "Fix: give a list."
         )
-    values = list(column)
+    values = list(of_array(column))
     found = [str(value) if name == "names" else _plain(value) for value in values]
     for k, plain in enumerate(found):
         if plain is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -106,6 +107,13 @@ def test_from_costs_has_seconds_as_floats_and_bytes_as_whole_numbers() -> None:
     (layer,) = Profile.from_costs([2], output_bytes=[np.int64(8)]).layers
     assert [type(layer.forward_time), type(layer.backward_time)] == [float, float]
     assert type(layer.recompute_time) is float and type(layer.output_bytes) is int
+
+
+def test_from_costs_takes_arrays() -> None:
+    """Costs may come as an array or a tensor, as `balance_cost` takes them."""
+    as_list = Profile.from_costs([1.0, 2.5], output_bytes=[8, 16])
+    for array in (np.array, torch.tensor):
+        assert Profile.from_costs(array([1.0, 2.5]), output_bytes=array([8, 16])) == as_list
 
 
 def test_from_costs_keeps_every_cost() -> None:
