@@ -96,15 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except BrokenPipeError:
             _forget_output()
             return NOBODY_READS
-        except OSError as error:
-            if error.filename is not None or error.errno not in _NO_OUTPUT:
-                raise
-            _forget_output()
-            complain(
-                f"the output cannot be written: {error.strerror}.\nFix: give it another place."
-            )
-            return BAD_INPUT
-        except GpipebalError as error:
+        except GpipebalError as error:  # before OSError: a missing file is both
             if _is_users_own(error):
                 raise
             is_infeasible = isinstance(error, InfeasibleError)
@@ -116,6 +108,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for note in getattr(error, "__notes__", ()):
                 say(note)
             return NO_PLAN if is_infeasible else BAD_INPUT
+        except OSError as error:
+            if error.filename is not None or error.errno not in _NO_OUTPUT:
+                raise
+            _forget_output()
+            complain(
+                f"the output cannot be written: {error.strerror}.\nFix: give it another place."
+            )
+            return BAD_INPUT
         except KeyboardInterrupt as interrupt:
             # Python remembers an interrupt that came through exec() or an import, and would end
             # itself with the signal instead of our status; running any code lets it forget.

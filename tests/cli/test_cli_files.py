@@ -262,6 +262,16 @@ def test_output_that_nobody_can_take_is_one_error(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.parametrize("words", [["show"], ["simulate"], ["solve", "--partitions", "2"]])
+def test_a_file_that_does_not_exist_is_one_error(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The system's error for it is not taken for one about the output, and shows no traceback."""
+    assert main([*words, str(tmp_path / "nowhere.json")]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "nowhere.json cannot be read" in first and second.startswith("Fix: ")
+
+
 def test_table_shows_the_slowest_layers() -> None:
     """Of many layers the slowest are shown, in the order of the chain, and the rest is told."""
     text = profile_table(Profile.from_costs([1.0, 5.0, 2.0, 4.0], names=list("abcd")), 2)
