@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 from gpipebal.argument_kinds import check_kind, check_path
-from gpipebal.errors import FileFormatError, UnsupportedPlanError
+from gpipebal.errors import FileFormatError, MissingFileError, UnsupportedPlanError
 from gpipebal.files import atomic_path
 from gpipebal.schedule.actions import Action, Kind, Schedule
 
@@ -43,6 +43,7 @@ def read_torch_csv(source: str | os.PathLike[str], name: str | None = None) -> S
 
     Raises:
         FileFormatError: no text, a cell that is not an action, a partition in two lines or in none.
+        MissingFileError: the file does not exist (a FileFormatError).
 
     Source:
         ``_PipelineScheduleRuntime._load_csv`` of torch 2.13, formats ``compute_only`` and
@@ -151,7 +152,8 @@ def _text_of(source: str | os.PathLike[str], name: str | None) -> tuple[str, str
     try:
         return path.read_text(encoding="utf-8-sig"), name or path.stem
     except (OSError, UnicodeDecodeError) as error:
-        raise FileFormatError(
+        kind = MissingFileError if isinstance(error, FileNotFoundError) else FileFormatError
+        raise kind(
             f"schedule cannot be read: {path}: {error}.\nFix: give the path of a text file."
         ) from error
 

@@ -148,8 +148,9 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     """No such file, and a file that is not a text, are one clear error."""
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     for name in ("binary.csv", "missing.csv"):
-        with pytest.raises(FileFormatError, match=f"cannot be read: .*{name}"):
+        with pytest.raises(FileFormatError, match=f"cannot be read: .*{name}") as caught:
             read_torch_csv(tmp_path / name)
+        assert isinstance(caught.value, FileNotFoundError) == (name == "missing.csv")
 
 
 @settings(max_examples=200, deadline=None)
