@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import cache
+from inspect import formatannotation
 from numbers import Integral, Real
 from operator import index
 from pathlib import Path
@@ -18,6 +19,7 @@ from gpipebal.errors import KindError, UsageError
 from gpipebal.text import either
 
 __all__ = [
+    "annotations_of",
     "check_index",
     "check_kind",
     "check_list",
@@ -155,10 +157,25 @@ def keep_as_tuples(noun: Any) -> None:
 @cache
 def _tuples_of(kind: Any) -> list[tuple[str, bool]]:
     """List the fields of a dataclass that are tuples, and whether each may be None."""
-    types = {item.name: str(item.type) for item in fields(kind)}
-    return [
-        (name, each.endswith("| None")) for name, each in types.items() if each.startswith("tuple")
-    ]
+    types = annotations_of(kind).items()
+    return [(name, each.endswith("| None")) for name, each in types if each.startswith("tuple")]
+
+
+@cache
+def annotations_of(kind: Any) -> Mapping[str, str]:
+    """Return the annotations of a dataclass's fields as texts, as they stand in its module.
+
+    A subclass may be in a module that evaluates its annotations.
+
+    Example:
+        >>> from dataclasses import make_dataclass
+        >>> annotations_of(make_dataclass("Noun", [("rows", int), ("notes", "tuple[str, ...]")]))
+        {'rows': 'int', 'notes': 'tuple[str, ...]'}
+    """
+    return {
+        item.name: item.type if isinstance(item.type, str) else formatannotation(item.type)
+        for item in fields(kind)
+    }
 
 
 def check_mapping(name: str, value: object, fix: str) -> Mapping[Any, Any]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import fields
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from gpipebal.argument_kinds import check_kind
+from gpipebal.argument_kinds import annotations_of, check_kind
 from gpipebal.errors import BalanceError, ProfileError
 from gpipebal.objectives import MINIMISED
 from gpipebal.plan.parts import PeakMemory
@@ -196,9 +195,9 @@ def _check_sensitivity(plan: Plan) -> None:
 
 def _check_quantities(where: str, noun: Any) -> None:
     """Refuse an invalid time or size: bytes are ints, times are finite, neither negative."""
-    for item in fields(noun):
-        value, name = getattr(noun, item.name), item.name
-        kind, _, or_none = str(item.type).partition(" | ")
+    for name, annotation in annotations_of(noun.__class__).items():
+        value = getattr(noun, name)
+        kind, _, or_none = annotation.partition(" | ")
         if kind not in ("int", "float") or (value is None and or_none):
             continue
         whole = kind == "int"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from gpipebal.argument_kinds import check_kind, check_list, check_mapping
+from gpipebal.argument_kinds import annotations_of, check_kind, check_list, check_mapping
 from gpipebal.errors import ProfileError
 from gpipebal.profile.layer import (
     MOMENTS,
@@ -32,8 +32,8 @@ __all__ = [
 
 def _fields_of(kind: Any, *annotations: str) -> tuple[str, ...]:
     """Name the fields of a dataclass that are annotated so, whether or not they may be None."""
-    every = ((item.name, str(item.type).removesuffix(" | None")) for item in fields(kind))
-    return tuple(name for name, annotation in every if annotation in annotations)
+    every = annotations_of(kind).items()
+    return tuple(name for name, each in every if each.removesuffix(" | None") in annotations)
 
 
 #: The whole numbers of a layer: its bytes, and its operations.

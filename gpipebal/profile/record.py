@@ -8,6 +8,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from gpipebal.argument_kinds import annotations_of
 from gpipebal.errors import FileFormatError, ProfileError
 from gpipebal.profile.layer import (
     AloneShares,
@@ -141,13 +142,13 @@ def _content(
         also: Fields that must be there although they have defaults; None: all.
     """
     every: Mapping[str, Any] = kind.__dataclass_fields__
+    annotations = annotations_of(kind)
     content = fields_of(record, where, kind, also=every if also is None else also)
     for name, value in content.items():
-        field = every[name]
-        if value is None and field.default is None:
+        if value is None and every[name].default is None:
             continue
-        if field.type.startswith("tuple"):
+        if annotations[name].startswith("tuple"):
             content[name] = tuple_of(value, path_in(where, name))
-        elif field.type == "str":
+        elif annotations[name] == "str":
             text_of(value, path_in(where, name))
     return content

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import fields, make_dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -509,3 +509,15 @@ def test_bounds_are_numbers_of_any_kind(bound: Any) -> None:
             BalanceError, match=r"lower_bound is not a bound: .*\nFix: lower_bound="
         ):
             plan.with_bound(wrong)
+
+
+def test_quantities_of_a_subclass_are_checked_too() -> None:
+    """Also where its module evaluates annotations, which those of the package are not."""
+    plan = gb.solve(gb.Profile.from_costs([1.0, 2.0]), 2)
+    known = {item.name: getattr(plan, item.name) for item in fields(plan)}
+    own: list[Any] = [("energy", float, 0.0), ("optimizer_time", float | None, None)]
+    kind: Any = make_dataclass("Own", own, bases=(Plan,), frozen=True)
+    assert kind(**known, energy=2.0).energy == 2.0
+    for name in ("energy", "optimizer_time"):
+        with pytest.raises(ProfileError, match=f"impossible value: {name}=-1.0"):
+            kind(**{**known, name: -1.0})

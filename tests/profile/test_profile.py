@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,16 @@ def test_from_costs_fills_in_what_is_not_given() -> None:
     assert profile.bytes_of(range(len(profile.storages))) == 0
     assert (profile.rows, profile.mini_batch_rows, profile.chunks) == (4, 12, 3)
     assert profile.threads is None
+
+
+def test_a_subclass_may_have_evaluated_annotations() -> None:
+    """A module of the user's need not keep annotations as texts, as those of the package do."""
+    fields: list[Any] = [("mini_batch_rows", int | None, None), ("ties", tuple[Any, ...], ())]
+    kind: Any = make_dataclass("Own", fields, bases=(Profile,), frozen=True)
+    profile = Profile.from_costs([1.0, 2.0])
+    loaded = kind.from_dict(profile.to_dict())
+    assert type(loaded) is kind and loaded.to_dict() == profile.to_dict()
+    assert replace(loaded, ties=[]).ties == ()
 
 
 def test_from_costs_has_seconds_as_floats_and_bytes_as_whole_numbers() -> None:
