@@ -75,8 +75,8 @@ class ModelError(GpipebalError, TypeError):
 class RowsError(ModelError, ValueError):
     """Tensors of one mini-batch, or its keyword arguments, that have different rows.
 
-    It is a TypeError like other inputs that cannot be divided, and the ValueError that wrong shapes
-    are: it is both.
+    It is a TypeError, like other inputs that cannot be divided, and also a ValueError, as for
+    shapes that do not fit.
     """
 
 

@@ -359,6 +359,22 @@ def test_lazy_buffers_are_refused(way: dict[str, Any]) -> None:
         profiled(model, torch.ones(4, 3, 8, 8), way)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_lazy_loss_is_refused(way: dict[str, Any]) -> None:
+    """As lazy layers are."""
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.LazyLinear(1)
+
+        def forward(self, output: Tensor) -> Tensor:
+            return self.head(output).sum()
+
+    with pytest.raises(ProfileError, match=r"^layer 'loss' has no shapes .*\nFix: run model"):
+        profiled(nn.Sequential(nn.Linear(4, 4)), torch.ones(4, 4), way, loss_fn=Loss())
+
+
 class Clamped(nn.Parameter):
     """A parameter of a class of its own."""
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipebal.errors import GpipebalError, ProfileError
 from gpipebal.pipeline.process.eager import run_eagerly
@@ -63,6 +63,8 @@ def estimate_training(
     """
     for name, layer in training.layers.items():
         check_not_lazy(name, layer)
+    if isinstance(training.loss_fn, nn.Module):
+        check_not_lazy("loss", training.loss_fn)
     device = find_rates(_DEFAULT_RATES if rates is None else rates)
     data = training.data
     sizes = data.sizes
