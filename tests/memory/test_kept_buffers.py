@@ -15,8 +15,9 @@ from gpipebal.memory import partition_memory
 from gpipebal.memory.cell import Cell
 from gpipebal.memory.recomputed_runs import with_runs
 from gpipebal.pipeline import GPipe, with_recompute
-from gpipebal.pipeline.layers.buffers import SMALL, Buffers
+from gpipebal.pipeline.layers.buffers import SMALL, Buffers, BuffersOfRun
 from gpipebal.pipeline.layers.modules import Modules
+from gpipebal.pipeline.layers.written import ParameterWrites
 from gpipebal.planner import recompute_layers
 
 CHUNKS = 12
@@ -85,6 +86,24 @@ class Halves(nn.Module):
         with torch.no_grad():
             self.mean.add_(1.0)  # type: ignore[operator]
         return x * 2
+
+
+def test_writes_are_looked_for_again_after_a_forward_that_did_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If there is no memory for copies of parameters, nothing is known of the buffers yet."""
+    layer = nn.Linear(1, 1)
+    layer.register_buffer("table", torch.zeros(SMALL))
+    buffers = BuffersOfRun(Modules([layer]))
+    kept, before = buffers.keep(), buffers.copies()
+
+    def fail(_: ParameterWrites) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(ParameterWrites, "end_forward", fail)
+    with pytest.raises(MemoryError):
+        buffers.end_forward(kept, before)
+    assert buffers.copies().keys() == before.keys() == {(layer, "table")}
 
 
 def test_buffers_are_copied_one_by_one() -> None:

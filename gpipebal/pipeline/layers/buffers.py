@@ -362,8 +362,8 @@ class BuffersOfRun(Buffers):
 
     def end_forward(self, kept: Kept, before: Copies) -> Kept:
         """Return what is kept, after a forward, with copies of what it turned out to write to."""
+        kept.writes.end_forward()  # copies parameters, for which there may be no memory
         self._seen.add(self.mode())
-        kept.writes.end_forward()
         return kept.with_copies(self.note_changed(before))
 
 
