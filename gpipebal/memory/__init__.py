@@ -57,10 +57,10 @@ less than predicted, by a few tensors of one layer.
 **The optimizer's step** comes after all of this: parameters, gradients and state, and what the step
 itself needs temporarily. It is the peak where layers have many parameters and small outputs.
 
-Read in this order: `cell` (one micro-batch in one partition, with the `layer_peaks` of its layers
-and the `gradients` on their way back), `ties` (shared parameters), `loss` (what the caller adds),
-`waiting` (what is on its way), `partitions` (the walk through the schedule), `recomputed_runs`
-(layers that are recomputed in runs inside a partition).
+Read in this order: `moment` (bytes at one time), `cell` (one micro-batch in one partition, with the
+`layer_peaks` of its layers and the `gradients` on their way back), `ties` (shared parameters),
+`loss` (what the caller adds), `waiting` (what is on its way), `partitions` (the walk through the
+schedule), `recomputed_runs` (layers that are recomputed in runs inside a partition).
 """
 
 from gpipebal.memory.partitions import partition_memory

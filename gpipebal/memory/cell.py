@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from gpipebal.memory.gradients import PartitionGradients
 from gpipebal.memory.layer_peaks import (
@@ -16,29 +15,15 @@ from gpipebal.memory.layer_peaks import (
     peak_at_cut,
     uncopied_peak,
 )
+from gpipebal.memory.moment import Moment, height
 from gpipebal.memory.ties import Ties
 from gpipebal.plan import PeakMemory
 from gpipebal.profile import LayerProfile, Profile, SkipProfile
 
-__all__ = ["Cell", "Moment", "Storages", "height"]
+__all__ = ["Cell", "Storages"]
 
 #: Storages, as indices into `Profile.storages`.
 Storages = frozenset[int]
-
-
-class Moment(NamedTuple):
-    """Bytes at one moment of a step, in addition to parameters, buffers and optimizer state."""
-
-    activations: int
-    gradients: int = 0
-    transient: int = 0
-    outputs: int = 0
-    waiting: int = 0
-
-
-def height(moment: Moment) -> tuple[int, int]:
-    """Order moments by their sum; of equal ones, the one with more activations comes later."""
-    return sum(moment), moment.activations
 
 
 @dataclass(frozen=True)
@@ -269,6 +254,35 @@ class Cell:
     def bytes_of(self, storages: Storages) -> int:
         """Add up storages, without those that exist all the time."""
         return self.profile.bytes_of(storages - self.others)
+
+    def highest(self, kind: str, recomputed: bool, gradients_exist: bool, chunks: int) -> Moment:
+        """Return the highest moment of an action, with only what this cell holds.
+
+        Args:
+            kind: ``'F'``, ``'R'`` or ``'B'``.
+            recomputed: Whether the micro-batch is recomputed.
+            gradients_exist: Whether the parameters have gradients before the action.
+            chunks: Micro-batches of a mini-batch.
+        """
+        key = kind, recomputed, gradients_exist, chunks
+        if key not in self._highest:
+            self._highest[key] = max(self._moments(*key), key=height)
+        return self._highest[key]
+
+    @cached_property
+    def _highest(self) -> dict[tuple[str, bool, bool, int], Moment]:
+        return {}
+
+    def _moments(
+        self, kind: str, recomputed: bool, gradients_exist: bool, chunks: int
+    ) -> Iterator[Moment]:
+        """Walk through one action."""
+        if kind == "B":
+            kept = self.kept_of(chunks, recomputed=recomputed)
+            return self.backward(recomputed=recomputed, gradients_exist=gradients_exist, kept=kept)
+        if kind == "R":
+            return self.recompute(gradients_exist=gradients_exist)
+        return self.forward(records=not recomputed, gradients_exist=gradients_exist)
 
     def held(self, *, recomputed: bool) -> int:
         """Bytes that a cell holds from its forward on; `recomputed`: its backward recomputes it."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from gpipebal.argument_kinds import check_kind
 from gpipebal.errors import BalanceError
-from gpipebal.memory.cell import Cell, Moment, height
+from gpipebal.memory.cell import Cell
 from gpipebal.memory.loss import (
     AroundLoss,
     around_loss,
@@ -19,13 +19,14 @@ from gpipebal.memory.loss import (
     loss_of_micro_batch,
     new_output,
 )
+from gpipebal.memory.moment import Moment, height
 from gpipebal.memory.waiting import Waiting, number_type
 from gpipebal.plan import PeakMemory
 from gpipebal.plan.checks import check_chunks
 from gpipebal.problem.bounds import check_bounds
 from gpipebal.problem.checks import check_flag
 from gpipebal.profile import Profile
-from gpipebal.schedule import Checkpoint, check_schedule, order_of
+from gpipebal.schedule import Checkpoint, Order, check_schedule, order_of
 from gpipebal.schedule.actions import KINDS, B, F, R
 from gpipebal.timeline import Timeline
 from gpipebal.units import count
@@ -33,7 +34,7 @@ from gpipebal.units import count
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["cells_of", "optimizer_peak", "partition_memory"]
+__all__ = ["cells_of", "memory_of_cells", "optimizer_peak", "partition_memory"]
 
 
 def partition_memory(
@@ -103,7 +104,15 @@ def partition_memory(
     order = order_of(schedule, len(bounds) - 1, chunks, checkpoint)
     inside = is_loss_inside(schedule, loss_inside)
     cells = cells_of(profile, bounds, inside, shared_memory)
-    waiting = Waiting(cells, order, timeline, pause=not inside)
+    return memory_of_cells(cells, order, timeline, gradients_exist=gradients_exist)
+
+
+def memory_of_cells(
+    cells: Sequence[Cell], order: Order, timeline: Timeline | None = None, *, gradients_exist: bool
+) -> tuple[PeakMemory, ...]:
+    """Predict the peak memory of partitions whose cells are known; see `partition_memory`."""
+    chunks = 1 + int(order.micro_batches.max(initial=0))
+    waiting = Waiting(cells, order, timeline, pause=cells[-1].loss is None)
     peaks = []
     for j, cell in enumerate(cells):
         own = slice(*order.offsets[j : j + 2].tolist())
@@ -175,7 +184,7 @@ def _highest_moments(
     found, way_of = np.unique(codes, return_inverse=True)
     # A kind; whether the micro-batch is recomputed; whether gradients exist before the action.
     ways = [(KINDS[code // 4], bool(code & 2), bool(code & 1)) for code in found.tolist()]
-    own = [max(_moments(cell, *way, chunks), key=height) for way in ways]
+    own = [cell.highest(*way, chunks) for way in ways]
     # What the micro-batch of an action holds before and after it.
     held = {flag: cell.held(recomputed=flag) for flag in (False, True)}
     new_graph = cell.bytes_of(cell.graph - cell.handed_recomputed) + cell.saved_buffers
@@ -251,15 +260,3 @@ def optimizer_peak(cell: Cell) -> int:
     in_turn = max(n + (carried[k] if k > first else 0) for k, n in enumerate(peaks))
     groups = cell.profile.step.optimizer_groups
     return max((in_turn, *(sum(group[cell.first : cell.end]) for group in groups)))
-
-
-def _moments(
-    cell: Cell, kind: str, recomputed: bool, gradients_exist: bool, chunks: int
-) -> Iterator[Moment]:
-    """Walk through one action of one cell, with only what this cell holds."""
-    if kind == "B":
-        kept = cell.kept_of(chunks, recomputed=recomputed)
-        return cell.backward(recomputed=recomputed, gradients_exist=gradients_exist, kept=kept)
-    if kind == "R":
-        return cell.recompute(gradients_exist=gradients_exist)
-    return cell.forward(records=not recomputed, gradients_exist=gradients_exist)

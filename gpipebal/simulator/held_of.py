@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from gpipebal.argument_kinds import check_kind
-from gpipebal.memory.cell import Cell, Moment
+from gpipebal.memory.cell import Cell
 from gpipebal.memory.loss import around_loss, new_output
+from gpipebal.memory.moment import Moment
 from gpipebal.memory.partitions import cells_of
 from gpipebal.memory.recomputed_runs import with_runs
 from gpipebal.memory.waiting import streams_of
