@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from gpipebal.errors import BalanceError, ProfileError
 from gpipebal.plan.text import layer_range
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Question
 from gpipebal.planner.search.all_ways import all_ways
-from gpipebal.planner.search.best import MOST_WAYS, best_of
+from gpipebal.planner.search.best import MOST_WAYS, best_of, least_peak_plan
 from gpipebal.problem import Problem
 from gpipebal.solvers.sets.levels import in_order_if_large
 from gpipebal.solvers.sets.peak import Lack, least_shortage
@@ -60,28 +59,24 @@ def least_with_waiting(posed: Posed) -> Lack | None:
     """Find the partition that lacks most where the largest peak is least, with what may wait there.
 
     Returns:
-        That partition; None: devices have several limits, or there are too many ways to look at.
+        That partition; None: devices have several limits.
     """
-    limit, *others = set(posed.problem.limits)
-    if limit is None or others or all_ways(posed, MOST_WAYS) is None:
-        return None
-    # The method that was asked for is for another objective.
-    free = replace(posed.question, objective="peak_memory", method="auto", limits=None)
-    plan = best_of(pose(free, posed.chunks)).plan
+    plan = None if posed.question.cost is not None else least_peak_plan(posed)
     if plan is None:
         return None
     totals = [partition.memory.total for partition in plan.partitions]
     j = max(range(len(totals)), key=totals.__getitem__)
     start = sum(plan.balance[:j])
+    limit = posed.problem.limits[0]
+    assert limit is not None
     return Lack(j, plan.places[j], limit, totals[j], start, start + plan.balance[j])
 
 
 def is_found(question: Question) -> bool:
-    """Whether a question has a plan with what may wait in it; False: too many ways."""
+    """Whether a plan is found for a question, with what may wait in it."""
     try:
         all_posed = [pose(question, chunks) for chunks in question.chunks or (None,)]
-        few = (posed for posed in all_posed if all_ways(posed, MOST_WAYS) is not None)
-        return any(best_of(posed).plan is not None for posed in few)
+        return any(best_of(posed).plan is not None for posed in all_posed)
     except (BalanceError, ProfileError):
         return False
 

@@ -15,13 +15,12 @@ from gpipebal.planner.plans import fits, plan_of_split, with_sensitivity
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Options, Size, ask
 from gpipebal.planner.search.best import best_of_all
-from gpipebal.planner.search.open_modes import quicker, roomier
+from gpipebal.planner.search.descent import Descent
 from gpipebal.planner.times import order_for
 from gpipebal.problem import Link, Rules
 from gpipebal.profile import Profile
 from gpipebal.schedule import Checkpoint, check_count
 from gpipebal.solvers import Objective, iter_best_splits
-from gpipebal.solvers.deadline import NO_DEADLINE
 from gpipebal.solvers.dense import AnyCost
 from gpipebal.solvers.dispatch import check_method
 
@@ -240,7 +239,7 @@ def top_plans(profile: Profile, k: int, partitions: int, **options: Unpack[Optio
     # No plan that is not in the list has a smaller value.
     bound = math.inf
     for at in posed:
-        n_missed = 0
+        n_missed, descent = 0, Descent(at)
         for split in iter_best_splits(at.problem, question.objective):
             if len(found) >= k and split.value >= sorted(one[0] for one in found)[k - 1]:
                 bound = min(bound, split.lower_bound)
@@ -250,9 +249,7 @@ def top_plans(profile: Profile, k: int, partitions: int, **options: Unpack[Optio
                 if at.is_open:
                     # Others with the same cuts may fit.
                     bound = min(bound, split.lower_bound)
-                plan = roomier(at, plan)
-                if fits(plan):
-                    plan = quicker(at, plan, NO_DEADLINE)
+                plan = descent.with_better_modes(plan)
             if fits(plan):
                 found.append((plan.value, len(found), at, plan))
                 continue

@@ -18,17 +18,17 @@ from gpipebal.profile import SkipProfile
 from gpipebal.solvers import Split
 
 
-def _uneven() -> gb.Profile:
+def _uneven(n_layers: int = 9) -> gb.Profile:
     """Make a chain of which partitions wait differently, by the order of the devices."""
     draw = random.Random(309)
     profile = gb.Profile.from_costs(
-        [draw.randint(1, 5) for _ in range(9)],
-        saved_bytes=[draw.choice([0, 10]) for _ in range(9)],
-        output_bytes=[draw.choice([10, 100, 50]) for _ in range(9)],
+        [draw.randint(1, 5) for _ in range(n_layers)],
+        saved_bytes=[draw.choice([0, 10]) for _ in range(n_layers)],
+        output_bytes=[draw.choice([10, 100, 50]) for _ in range(n_layers)],
         chunks=4,
     )
     # How much may wait is known beforehand where no skip goes past others.
-    far = SkipProfile("far", 0, 8, (len(profile.storages),))
+    far = SkipProfile("far", 0, n_layers - 1, (len(profile.storages),))
     return replace(profile, storages=(*profile.storages, 60), skips=(far,))
 
 
@@ -57,11 +57,11 @@ def test_open_modes_have_no_higher_peak_than_one_mode_of_which_all_ways_are_few(
     assert solve(profile, 3, checkpoint="auto", **options).value <= fixed.value
 
 
-@pytest.mark.parametrize(("time_limit", "most"), [(None, 16), (60.0, 2)])
+@pytest.mark.parametrize("time_limit", [None, 60.0])
 def test_a_time_limit_is_not_taken_many_times(
-    time_limit: float | None, most: int, monkeypatch: pytest.MonkeyPatch
+    time_limit: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under a limit the question is asked as it is, and once more with the most that can wait."""
+    """The question is asked as it is, and once more with the most that can wait."""
     asked: list[float | None] = []
 
     def counted(posed: Posed, problem: Problem, time_limit: float | None) -> Split | None:
@@ -69,15 +69,15 @@ def test_a_time_limit_is_not_taken_many_times(
         return solved(posed, problem, time_limit)
 
     monkeypatch.setattr(best, "solved", counted)
-    solve(
-        _uneven(),
+    plan = solve(
+        _uneven(20),
         4,
         objective="peak_memory",
         checkpoint="never",
-        devices=[4, 1, 2, 0.5],
-        any_order=True,
+        schedule="1f1b",
         time_limit=time_limit,
     )
+    assert plan.gap
     assert asked[0] == time_limit
     assert all(one is None if time_limit is None else 0 < one <= time_limit for one in asked)
-    assert 2 <= len(asked) <= most
+    assert len(asked) == 2

@@ -221,24 +221,6 @@ def test_what_was_not_tried_is_not_said_to_fail() -> None:
         gb.solve(tight(1), memory_limit=least - 1, time_limit=0, **options)
 
 
-def test_the_last_resort_under_a_time_limit_repeats_no_search(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The splits with most room are the same, whichever objective is asked about."""
-    options = {"partitions": 6, "checkpoint": "never", "schedule": "1f1b"}
-    least = int(gb.solve(tight(1), objective="peak_memory", **options).value)
-    with_most_room, tried = best._with_most_room, list[str]()
-
-    def counted(posed: Posed) -> gb.Plan | None:
-        tried.append(posed.question.objective)
-        return with_most_room(posed)
-
-    monkeypatch.setattr(best, "_with_most_room", counted)
-    with pytest.raises(InfeasibleError):
-        gb.solve(tight(1), memory_limit=least - 1, time_limit=0, **options)
-    assert tried == ["makespan"]
-
-
 @pytest.mark.parametrize("checkpoint", ["auto", "except_last", "never"])
 def test_too_many_kinds_of_devices(checkpoint: str) -> None:
     """The advice that is given works, whatever was asked for."""

@@ -31,12 +31,11 @@ from gpipebal.planner.execution import Way
 from gpipebal.planner.plans import fits, plan_of_split
 from gpipebal.planner.posing import Posed
 from gpipebal.planner.search.all_ways import all_ways
-from gpipebal.planner.search.open_modes import quicker, roomier
+from gpipebal.planner.search.descent import Descent
 from gpipebal.problem import Link, Problem, Rules, to_bounds
 from gpipebal.profile import Profile
 from gpipebal.schedule import CheckpointMode
 from gpipebal.solvers import Split, iter_best_splits, split_any_cost
-from gpipebal.solvers.deadline import NO_DEADLINE
 
 __all__ = ["Additions", "Replicated", "all_reduce_time", "best_replicated", "last_ends"]
 
@@ -178,6 +177,7 @@ class _BestReplica:
 
     def __init__(self, posed: Posed, plan: Plan, additions: Additions, known: float) -> None:
         self._posed, self._first, self._additions = posed, plan, additions
+        self._descent = Descent(posed)
         self._known = known
         self._order = tuple(range(posed.problem.n_partitions))  # devices are alike
         self._plan, self._time = plan, self._time_of(to_bounds(plan.balance), plan.modes)
@@ -304,15 +304,12 @@ class _BestReplica:
         if time >= self._time:
             return
         plan = plan_of_split(self._posed, found)
-        if not fits(plan):
-            plan = roomier(self._posed, plan)
-            time = self._time_of(found.bounds, plan.modes)
-            if self._posed.is_open:
-                self._left_out = min(self._left_out, bound)
+        if self._posed.is_open and not fits(plan):
+            self._left_out = min(self._left_out, bound)
+        plan = self._descent.with_better_modes(plan)
+        time = self._time_of(found.bounds, plan.modes)
         if time < self._time and fits(plan):
-            plan = quicker(self._posed, plan, NO_DEADLINE)
-            self._plan = self._with_bound(plan)
-            self._time = self._time_of(found.bounds, plan.modes)
+            self._plan, self._time = self._with_bound(plan), time
 
     def _with_bound(self, plan: Plan) -> Plan:
         """Give a plan the bound that is known on its own value, the makespan."""
