@@ -24,7 +24,6 @@ from gpipebal.solvers import Split
 __all__ = [
     "fits",
     "keeps_limit",
-    "peaks_of_way",
     "plan_of_split",
     "plan_of_way",
     "value_of",
@@ -138,7 +137,7 @@ def value_of(posed: Posed, way: Way) -> float | None:
         known = [cost for cost in costs if cost is not None]
         return float(max(known)) if len(known) == len(costs) else None
     if question.objective == "peak_memory":
-        return float(max(peaks_of_way(posed, way)))
+        return float(max(_peaks_of(posed, way)))
     if question.objective == "makespan":
         return _makespan_of(posed, way)
     if question.objective == "bottleneck":
@@ -146,7 +145,7 @@ def value_of(posed: Posed, way: Way) -> float | None:
     assert_never(question.objective)
 
 
-def peaks_of_way(posed: Posed, way: Way) -> list[int]:
+def _peaks_of(posed: Posed, way: Way) -> list[int]:
     """Return the peak memory of every partition of a split."""
     memory = peaks_of(posed.profile, way.bounds, posed.execution(way))
     return [peak.total for peak in memory]
@@ -191,7 +190,7 @@ def with_sensitivity(posed: Posed, plan: Plan) -> Plan:
         way._replace(modes=posed.counted(way.modes)),
         objective,
         question.cost,
-        peaks=(lambda bounds: peaks_of_way(posed, way._replace(bounds=bounds))) if waits else None,
+        peaks=(lambda bounds: _peaks_of(posed, way._replace(bounds=bounds))) if waits else None,
         makespans=_simulator_of(posed, way) if question.is_searched else None,
     )
     return replace(plan, sensitivity=moves)
