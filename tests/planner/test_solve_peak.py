@@ -33,7 +33,7 @@ def _uneven(n_layers: int = 9) -> gb.Profile:
 
 
 def test_less_freedom_never_has_the_lower_peak() -> None:
-    """Where more is open, what is found with less open is looked at too."""
+    """Where more is open, the plan that is found is no worse."""
     profile = _uneven()
     options: dict[str, Any] = {"objective": "peak_memory", "devices": [4, 1, 2, 0.5]}
     for checkpoint in ("never", "always"):
