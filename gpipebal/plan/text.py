@@ -171,7 +171,7 @@ def layer_range(names: Sequence[str]) -> str:
 
 def explanation(plan: Plan) -> str:
     """Say in sentences what a plan is, why, how sure that is, and where it is tight."""
-    sentences = [_what(plan), _proof(plan), _slowest(plan)]
+    sentences = [_what(plan), _proof(plan), _makespan(plan), _slowest(plan)]
     sentences += [*_loss(plan), *_step(plan), *_gain(plan), *_memory(plan), *_modes(plan)]
     sentences += [*_runs(plan), *_order(plan)]
     sentences += _moves(plan)
@@ -222,6 +222,12 @@ def _proof(plan: Plan) -> str:
         f"It was chosen for {what}: {value}. No plan is below {bound}, so this one is at most "
         f"{format_percent(plan.gap)} from the best ({one_line(plan.method)})."
     )
+
+
+def _makespan(plan: Plan) -> str:
+    """Say how the makespan was found: only GPipe's has a closed form."""
+    how = "a formula" if plan.schedule == "gpipe" else f"a simulation of {plan.schedule!r}"
+    return f"The makespan, {format_seconds(plan.makespan)}, comes from {how}."
 
 
 def _slowest(plan: Plan) -> str:

@@ -438,6 +438,15 @@ def test_a_plan_like_the_equal_split_says_so_in_both_texts() -> None:
     assert "would give as much: 20.0 s." in plan.explain()
 
 
+@pytest.mark.parametrize(
+    ("schedule", "how"), [("gpipe", "a formula"), ("1f1b", "a simulation of '1f1b'")]
+)
+def test_a_plan_says_how_its_makespan_was_found(schedule: str, how: str) -> None:
+    """Under GPipe in closed form, under any other schedule by simulation."""
+    plan = gb.solve(gb.Profile.from_costs([1.0, 2.0, 3.0]), 2, chunks=4, schedule=schedule)
+    assert re.search(rf"\nThe makespan, \S+ s, comes from {how}\.\n", plan.explain())
+
+
 def test_plan_with_modes_prints_them() -> None:
     """A table with a mode per partition has a column for it; another schedule is named."""
     plan = _plan(
