@@ -61,14 +61,13 @@ def least_with_waiting(posed: Posed) -> Lack | None:
     Returns:
         That partition; None: devices have several limits.
     """
-    plan = None if posed.question.cost is not None else least_peak_plan(posed)
-    if plan is None:
+    limit, *others = set(posed.problem.limits)
+    plan = None if limit is None or others else least_peak_plan(posed)
+    if limit is None or plan is None:
         return None
     totals = [partition.memory.total for partition in plan.partitions]
     j = max(range(len(totals)), key=totals.__getitem__)
     start = sum(plan.balance[:j])
-    limit = posed.problem.limits[0]
-    assert limit is not None
     return Lack(j, plan.places[j], limit, totals[j], start, start + plan.balance[j])
 
 

@@ -19,7 +19,7 @@ from gpipebal.memory.partitions import cells_of, memory_of_cells
 from gpipebal.planner.execution import Way
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Options, ask
-from gpipebal.planner.search import descent
+from gpipebal.planner.search import best, descent
 from gpipebal.planner.search.descent import Descent
 from gpipebal.problem import to_bounds
 from gpipebal.profile import SkipProfile
@@ -106,6 +106,61 @@ def test_what_is_found_by_peak_is_found_under_that_limit(seed: int, checkpoint: 
         gb.solve(profile, 5, memory_limit=least - 1, reserve=0, **options)
     assert caught.value.shortage == 1
     assert re.search(rf"Fix: .*memory_limit={least}\b", str(caught.value))
+
+
+@pytest.mark.parametrize("kind", ["one", "each", "own"])
+def test_the_last_search_begins_at_the_least_peak(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the limits are of; no change of the plan that is found is faster."""
+    options: dict[str, Any] = {"chunks": 8, "schedule": "1f1b", "checkpoint": "auto"}
+    profile = skipping(2, 24)
+    least = int(gb.solve(profile, 5, objective="peak_memory", **options).value)
+    limits = [least + 9, least, least, least, least]
+    given: dict[str, dict[str, Any]] = {
+        "one": {"memory_limit": least, "reserve": 0},
+        "each": {"memory_limit": limits, "reserve": 0},
+        "own": {"devices": [gb.Device(memory_limit=limit) for limit in limits]},
+    }
+    descended, questions = best._descended, list[Posed]()
+
+    def later(asked: Posed, *others: Any) -> gb.Plan | None:
+        """Find nothing at first, as if all other searches had been in vain."""
+        questions.append(asked)
+        return None if len(questions) == 1 else descended(asked, *others)
+
+    monkeypatch.setattr(best, "_descended", later)
+    monkeypatch.setattr(best, "_next_best", lambda *_: iter(()))
+    plan = gb.solve(profile, 5, **given[kind], **options)
+    assert any("least peak" in note for note in plan.notes)
+    most = [part.memory_limit for part in plan.partitions]
+    for balance, modes in changed(plan):
+        other = gb.evaluate(profile, balance, **{**options, "checkpoint": modes})
+        peaks = [part.memory.total for part in other.partitions]
+        is_over = any(peak > limit for peak, limit in zip(peaks, most, strict=True) if limit)
+        assert is_over or other.value >= plan.value * (1 - 1e-12)
+
+
+def test_bytes_kept_free_are_no_part_of_a_bound() -> None:
+    """Searches under lower limits for the least peak have higher bounds, which may be wrong."""
+    profile = skipping(6, 20, 5)
+    options: dict[str, Any] = {"schedule": "1f1b", "checkpoint": "always", "chunks": 8}
+    options["objective"] = "peak_memory"
+    free = gb.solve(profile, 4, **options)
+    limit = int(free.lower_bound) + 100
+    plan = gb.solve(profile, 4, memory_limit=limit, reserve=0, **options)
+    assert plan.lower_bound == free.lower_bound
+
+
+def test_the_shortage_is_the_same_whoever_has_the_limit() -> None:
+    """A limit for all, or one that each device has of its own."""
+    options: dict[str, Any] = {"chunks": 8, "schedule": "1f1b", "checkpoint": "except_last"}
+    profile = skipping(0, 24)
+    least = int(gb.solve(profile, 5, objective="peak_memory", **options).value)
+    own = [gb.Device(memory_limit=least - 1)] * 5
+    with pytest.raises(InfeasibleError, match=r"expected 1 B more") as caught:
+        gb.solve(profile, 5, devices=own, **options)
+    assert caught.value.shortage == 1
 
 
 def test_a_measured_u_net_is_planned_no_worse_than_all_its_splits() -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from gpipebal.errors import BalanceError
 from gpipebal.plan import Plan
 from gpipebal.planner.execution import Way
-from gpipebal.planner.plans import fits, plan_of_split, value_of
+from gpipebal.planner.plans import fits, plan_of_split
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.search.all_ways import all_ways
 from gpipebal.planner.search.best_way import best_way
@@ -20,7 +20,7 @@ from gpipebal.planner.search.descent import Descent, Found
 from gpipebal.planner.search.lower_bounds import quick_bound_of
 from gpipebal.planner.search.lower_limits import under_lower_limits
 from gpipebal.planner.search.solved import solved
-from gpipebal.problem import Problem
+from gpipebal.problem import Device, Problem
 from gpipebal.solvers import Split, iter_best_splits
 from gpipebal.solvers.deadline import Deadline
 from gpipebal.solvers.sets.levels import MOST_STATES, count_states
@@ -90,7 +90,7 @@ def best_of(posed: Posed) -> Best:
     if best is None or (best.value > bound and n_places <= _FEW_PLACES):
         best, bound = _among_next(posed, best, bound, deadline)
     if best is None and not math.isinf(bound):
-        best = _by_least_peak(posed, bound)
+        best = _by_least_peak(posed, found, deadline)
     if best is None:
         return Best(None, bound)
     bound = min(bound, best.value)
@@ -124,8 +124,7 @@ def _starts(posed: Posed, split: Split, plan: Plan, deadline: Deadline) -> Itera
     yield Way.of(plan)
     again = partial(_solved_again, posed, deadline=deadline)
     if posed.problem.is_limited:
-        for _, lower in under_lower_limits(posed, split, plan, again):
-            yield Way.of(lower)
+        yield from map(Way.of, under_lower_limits(posed, split, plan, again))
     cautious = again(posed.cautious)
     if cautious is not None:
         yield Way(cautious.bounds, cautious.modes, cautious.order)
@@ -147,33 +146,34 @@ def _solved_again(posed: Posed, problem: Problem, deadline: Deadline) -> Split |
         return None  # HiGHS found nothing in time; there is another answer
 
 
-def _by_least_peak(posed: Posed, bound: float) -> Plan | None:
-    """Take the plan with the least peak memory, if it fits."""
-    least = None if posed.question.cost is not None else least_peak_plan(posed)
-    if least is None:
-        return None
-    way = Way.of(least)
-    value = value_of(posed, way)
-    assert value is not None
-    plan = plan_of_split(posed, way.split(value, min(bound, value), least.method))
-    return replace(plan, notes=(*plan.notes, _BY_PEAK)) if fits(plan) else None
+def _by_least_peak(posed: Posed, split: Split, deadline: Deadline) -> Plan | None:
+    """Begin at the plan with the least peak memory; None: nothing fits there either."""
+    least = least_peak_plan(posed)
+    plan = None if least is None else _descended(posed, split, [Way.of(least)], deadline)
+    return None if plan is None else replace(plan, notes=(*plan.notes, _BY_PEAK))
 
 
 def least_peak_plan(posed: Posed) -> Plan | None:
-    """Find the plan with the least peak memory, where all devices have one limit, without it.
+    """Find the plan with the least peak memory, whatever the limits.
 
-    None: devices have several limits, or they are of too many kinds to be put in any order.
+    None: nothing limits it, or what is minimised is a cost, or the least peak itself.
     """
-    question, (limit, *others) = posed.question, set(posed.problem.limits)
-    if limit is None or others or question.minimised == "peak_memory":
+    question = posed.question
+    if not posed.problem.is_limited or question.minimised in ("cost", "peak_memory"):
         return None
-    # The method that was asked for is for another objective, and of too many kinds of devices no
-    # orders are searched for this one.
-    any_order = question.any_order and count_states(posed.problem) <= MOST_STATES
-    by_peak = replace(
-        question, objective="peak_memory", method="auto", any_order=any_order, limits=None
+    devices = question.devices and tuple(
+        replace(device, memory_limit=None) if isinstance(device, Device) else device
+        for device in question.devices
     )
-    return best_of(pose(by_peak, posed.chunks)).plan
+    # The method that was asked for is for another objective.
+    by_peak = replace(
+        question, objective="peak_memory", method="auto", devices=devices, limits=None
+    )
+    free = pose(by_peak, posed.chunks)
+    if count_states(free.problem) > MOST_STATES:
+        # No orders are searched for this objective.
+        free = pose(replace(by_peak, any_order=False), posed.chunks)
+    return best_of(free).plan
 
 
 def _noted(plan: Plan) -> Plan:

@@ -193,8 +193,6 @@ class Descent:
         self._walks_left -= len(way.modes)
         execution = self._posed.execution(way)
         cells = [self._cell(start, end) for start, end in pairwise(way.bounds)]
-        if not execution.is_ours:
-            return [cell.fixed.total + cell.all_gradients for cell in cells]
         order = order_for(execution.schedule, len(cells), execution.chunks, execution.checkpoint)
         peaks = memory_of_cells(cells, order, gradients_exist=execution.gradients_exist)
         return [peak.total for peak in peaks]

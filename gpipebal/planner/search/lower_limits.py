@@ -32,8 +32,8 @@ _FEW_STEPS, _FEW_LEAPS = 1, 3
 
 def under_lower_limits(
     posed: Posed, found: Split, plan: Plan, solve: Callable[[Problem], Split | None]
-) -> Iterator[tuple[Split, Plan]]:
-    """Yield the best splits under lower and lower limits, and their plans.
+) -> Iterator[Plan]:
+    """Yield the plans of the best splits under lower and lower limits.
 
     Args:
         posed: The question, with limits.
@@ -42,13 +42,13 @@ def under_lower_limits(
         solve: Finds the best split of a problem.
 
     Yields:
-        Splits whose values never get better, as far as `solve` is exact. Each plan exceeds a limit,
-        but for the last one.
+        Plans with the bound of `found`, which holds for all. Each exceeds a limit, but for the
+        last one.
     """
     question = posed.question
     is_slow = question.is_searched or question.cost is not None
     steps, leaps = (_FEW_STEPS, _FEW_LEAPS) if is_slow else (_MOST_STEPS, _MOST_LEAPS)
-    kept = [0] * posed.problem.n_partitions
+    kept, bound = [0] * posed.problem.n_partitions, found.lower_bound
     for step in range(steps + leaps):
         lacking = [j for j, part in enumerate(plan.partitions) if not keeps_limit(part)]
         if not lacking:
@@ -63,8 +63,10 @@ def under_lower_limits(
         other = solve(replace(posed.problem, memory=memory))
         if other is None:
             return
-        found, plan = other, plan_of_split(posed, other)
-        yield found, plan
+        # Where the least peak is asked for, the bytes that are kept free count in its own bound.
+        found = replace(other, lower_bound=min(bound, other.lower_bound))
+        plan = plan_of_split(posed, found)
+        yield plan
 
 
 def _peak(posed: Posed, found: Split, j: int) -> int:
