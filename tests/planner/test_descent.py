@@ -17,6 +17,7 @@ from gpipebal.errors import InfeasibleError
 from gpipebal.memory import partition_memory
 from gpipebal.memory.partitions import cells_of, memory_of_cells
 from gpipebal.planner.execution import Way
+from gpipebal.planner.plans import fits, plan_of_way
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Options, ask
 from gpipebal.planner.search import best, descent
@@ -238,3 +239,18 @@ def test_a_search_ends_when_it_has_walked_enough(monkeypatch: pytest.MonkeyPatch
     assert whole is not None
     assert short is not None
     assert whole.standing < short.standing
+
+
+def test_each_plan_is_given_better_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many have been asked about before."""
+    profile = skipping(2, 40, 6)
+    options: dict[str, Any] = {"chunks": 8, "checkpoint": "auto", "reserve": 0}
+    way = Way((0, 6, 12, 20, 28, 34, 40), ("never",) * 6, tuple(range(6)))
+    roomy = plan_of_way(posed(profile, 6, memory_limit=1 << 40, **options), way)
+    asked = posed(profile, 6, memory_limit=roomy.peak_bytes - 1, **options)
+    plan = plan_of_way(asked, way)
+    monkeypatch.setattr(descent, "_MOST_WALKS", 60)
+    search = Descent(asked)
+    others = [search.with_better_modes(plan) for _ in range(10)]
+    assert all(fits(other) for other in others)
+    assert len({other.modes for other in others}) == 1

@@ -108,9 +108,13 @@ class Descent:
 
         Returns:
             A plan with the same cuts, bound and notes that fits, if one is found; else `plan`.
+
+        Complexity:
+            That of `from_here`, for each plan anew: each is asked about its own cuts.
         """
         if not self._posed.is_open:
             return plan
+        self._walks_left = float(_MOST_WALKS)
         way = Way.of(plan)
         found = self.from_here(way, NO_DEADLINE, same_cuts=True)
         if found is None or found.way is way or not found.standing.fits:
