@@ -25,7 +25,7 @@ from gpipebal.planner.search.descent import Descent
 from gpipebal.problem import to_bounds
 from gpipebal.profile import SkipProfile
 from gpipebal.schedule import CHECKPOINT_MODES, KNOWN_SCHEDULES, order_of
-from gpipebal.solvers.deadline import NO_DEADLINE
+from gpipebal.solvers.deadline import NO_DEADLINE, Deadline
 
 PROFILES = Path(__file__).parents[2] / "profiles"
 
@@ -254,3 +254,32 @@ def test_each_plan_is_given_better_modes(monkeypatch: pytest.MonkeyPatch) -> Non
     others = [search.with_better_modes(plan) for _ in range(10)]
     assert all(fits(other) for other in others)
     assert len({other.modes for other in others}) == 1
+
+
+def test_a_cost_of_ones_own_is_asked_for_once() -> None:
+    """It may take long; and a run that rules forbid is not asked about."""
+    asked: list[tuple[int, int, int]] = []
+
+    def cost(first: int, end: int, partition: int) -> int:
+        asked.append((first, end, partition))
+        return (end - first) ** 2
+
+    question = posed(skipping(0), 4, cost=cost, memory_limit=1 << 40, no_cut=[5])
+    start = Way((0, 1, 2, 3, 16), ("never",) * 4, (0, 1, 2, 3))
+    found = Descent(question).from_here(start, NO_DEADLINE)
+    assert found is not None
+    assert found.standing.value < 13**2
+    assert len(asked) == len(set(asked)) > 16
+    assert all(5 not in run[:2] for run in asked)
+
+
+def test_a_way_that_fits_is_good_enough_when_time_is_up() -> None:
+    """One that does not is changed whatever the time."""
+    options: dict[str, Any] = {"schedule": "1f1b", "checkpoint": "never"}
+    start = Way((0, 1, 2, 3, 16), ("never",) * 4, (0, 1, 2, 3))
+    late = Deadline(0)
+    for limit, is_changed in ((1 << 40, False), (1000, True)):
+        question = posed(skipping(0), 4, memory_limit=limit, reserve=0, **options)
+        found = Descent(question).from_here(start, late)
+        assert found is not None
+        assert (found.way != start) is is_changed

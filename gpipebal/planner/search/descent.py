@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise, product
 from typing import NamedTuple
 
@@ -34,6 +35,8 @@ _MOST_WALKS = 2_000
 _BOUND = 1 / 50
 #: ... and a layer of a run that has not been walked through before as long as this.
 _LAYER = 1 / 40
+#: Costs of runs that are remembered, where they are the caller's own.
+_MOST_COSTS = 2**16
 
 
 class Standing(NamedTuple):
@@ -71,7 +74,12 @@ class Descent:
     """
 
     def __init__(self, posed: Posed) -> None:
-        self._posed, self._question = posed, posed.question
+        question = posed.question
+        if question.cost is not None:
+            # The caller's own cost may take long, and changes have most of their runs in common.
+            question = replace(question, cost=lru_cache(_MOST_COSTS)(question.cost))
+            posed = replace(posed, question=question)
+        self._posed, self._question = posed, question
         self._is_peak = posed.question.minimised == "peak_memory"
         self._loss = loss_of_micro_batch(posed.profile) if posed.question.loss_inside else None
         self._cells: dict[tuple[int, int], Cell] = {}
@@ -126,15 +134,14 @@ class Descent:
 
     def _better(self, now: Found, deadline: Deadline, same_cuts: bool) -> Found | None:
         """Find a change that makes a way better, the most promising first."""
-        least: list[tuple[Standing, Way]] = []
+        fits, least = now.standing.fits, list[tuple[Standing, Way]]()
         for way in self._changed(now.way, same_cuts):
             self._walks_left -= _BOUND * len(way.modes)
-            if self._walks_left < 0:
+            if self._walks_left < 0 or (fits and deadline.is_up):
                 return None
             bound = self._bound(way, now.standing)
             if bound is not None and bound < now.standing:
                 least.append((bound, way))
-        fits = now.standing.fits
         for _, way in sorted(least, key=lambda one: one[0])[:_MOST_TRIED]:
             if (fits and deadline.is_up) or self._walks_left < 0:
                 break
