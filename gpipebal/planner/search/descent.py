@@ -43,10 +43,10 @@ class Standing(NamedTuple):
     """How good a way is: the less the better, entry by entry.
 
     Attributes:
-        over: How far partitions are above their limits, or below, the highest first; empty if none
-            is above.
-        value: What is minimised.
-        peaks: The peaks of all partitions, the highest first, if the highest is minimised.
+        over: How many bytes partitions are above their limits, or below, the highest first; empty
+            if none is above.
+        value: What is minimised, in the unit of the plan's value.
+        peaks: The peaks of all partitions in bytes, the highest first, if the highest is minimised.
     """
 
     over: tuple[int, ...]
@@ -191,6 +191,7 @@ class Descent:
         return None if value is None else Standing(self._over(way, peaks), value, ())
 
     def _over(self, way: Way, peaks: Sequence[int]) -> tuple[int, ...]:
+        """Return how far partitions with these peaks are above their limits; see `Standing`."""
         if not self._posed.problem.is_limited:
             return ()
         limits = [self._posed.problem.limits[k] for k in way.order]
