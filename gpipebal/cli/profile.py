@@ -62,8 +62,9 @@ def add_profile(commands: Commands) -> None:
         "--timeout",
         type=float,
         metavar="SECONDS",
-        help="time for repeated measurements; each layer is measured at least once (default: "
-        "about as long as ten training steps; on a CPU a trial as a pipeline comes on top)",
+        help="time for repeated measurements, and half of it for a trial as a pipeline on a CPU; "
+        "each layer is measured at least once (default: the whole profile takes about as long as "
+        "ten training steps)",
     )
     profile.add_argument(
         "--output",

@@ -6,7 +6,8 @@ operations), `step` (what a step costs besides the layers), `training` (the chai
 loss and optimizer), `survey` (a walk without repeats), `alone` (one layer on the device at a time),
 `together` (rounds in as many threads as the layers bear), `study` (all of this at several sizes),
 `trial` (the layers run as a pipeline for a few steps), `describe` and `doubts` (the profile and its
-flags), `setting` and `measure` (the verb). `estimate` needs no device.
+flags), `setting` and `conduct` (where, and for how long), `measure` (the verb). `estimate` needs no
+device.
 """
 
 from gpipebal.profiler.measure import profile_model

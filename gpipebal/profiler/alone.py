@@ -27,7 +27,7 @@ from gpipebal.profiler.chain.value import SkipEnds, Value
 from gpipebal.profiler.replicas.identity import Alike
 from gpipebal.profiler.replicas.reads import names_read
 from gpipebal.profiler.replicas.replica import replicate
-from gpipebal.profiler.survey import Survey, Trail, Twin
+from gpipebal.profiler.survey import Survey, Trail, Twin, known_for_others
 from gpipebal.profiler.times.rounds import Pace, Subject, Times
 from gpipebal.profiler.training import Training
 from gpipebal.skip.tracker import Key
@@ -54,10 +54,18 @@ class SizeWalk:
     times: list[Times] = field(default_factory=list)
 
     @classmethod
-    def start(cls, rows: int, value: Value, device: torch.device) -> SizeWalk:
+    def start(
+        cls, rows: int, value: Value, device: torch.device, main: SizeWalk | None = None
+    ) -> SizeWalk:
         """Begin with what goes into the first layer, on the host.
 
         A pipeline on another device is given a copy of each micro-batch, which has no gaps.
+
+        Args:
+            rows: Its rows.
+            value: What goes into the first layer.
+            device: Where layers run.
+            main: The micro-batch's own size, which passes each layer first; None: this is it.
         """
         if device.type != _HOST.type:
             with memory_for(f"a micro-batch of {count(rows, 'row')}"):
@@ -65,7 +73,8 @@ class SizeWalk:
                     leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in value.leaves
                 ]
                 value = replace(value, leaves=dense)
-        return cls(rows, Trail.start(value))
+        known = known_for_others(main.trail.memory, main.rows) if main else ()
+        return cls(rows, Trail.start(value, known))
 
     def repeat(self, twin: Twin) -> None:
         """Go on after a layer that is like one that was measured."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 import torch
@@ -18,6 +17,7 @@ from gpipebal.pipeline.process.modes import no_notes_left
 from gpipebal.problem.checks import check_flag
 from gpipebal.profile import Profile
 from gpipebal.profiler.chain.failures import alone_already, is_out_of_memory
+from gpipebal.profiler.conduct import Conduct
 from gpipebal.profiler.describe import describe_machine
 from gpipebal.profiler.replicas.compiled import compiled_apart
 from gpipebal.profiler.replicas.harmless import left_alone
@@ -37,7 +37,6 @@ from gpipebal.profiler.study import Study
 from gpipebal.profiler.times.progress import progress_bar
 from gpipebal.profiler.times.rounds import Pace
 from gpipebal.profiler.training import Training
-from gpipebal.profiler.trial.trial import LEAST_TRIAL_SECONDS
 from gpipebal.schedule import check_count
 
 __all__ = ["profile_model"]
@@ -45,12 +44,6 @@ __all__ = ["profile_model"]
 #: Least number of rounds, whatever the timeout; and the most.
 LEAST_ROUNDS = 1
 MOST_ROUNDS = 40
-#: Default of `timeout`: the cost of this many training steps, but within these seconds.
-DEFAULT_STEPS = 10
-#: The time for the repeats, divided by this, is the time for the trial as a pipeline.
-TRIAL_PARTS = 2
-LEAST_SECONDS = 2.0
-MOST_SECONDS = 60.0
 
 
 def profile_model(
@@ -140,10 +133,11 @@ def profile_model(
             correct the times by the result: a partition is not the sum of its layers. Within one
             kind of work, such as forwards, this does not change how layers compare. Ignored on
             CUDA, and where each layer is measured alone.
-        timeout: Approximate seconds for the repeats; None: the cost of ten training steps, at least
-            2 seconds and at most 60, less the time that was used before the repeats. Each layer is
-            measured at least once. The steps as a pipeline take half of `timeout`; by default the
-            cost of ten training steps too, at least 3 seconds and at most 30.
+        timeout: Approximate seconds for the repeats; the steps as a pipeline take half of it. None:
+            the whole profile costs about as much as ten training steps. The repeats then have six
+            of these (ten where nothing runs as a pipeline), at least 2 seconds and at most 60, less
+            the time that was used before them, but half of it at least; and the steps as a pipeline
+            have four, at least 3 seconds and at most 30. Each layer is measured at least once.
         progress: Show a progress bar; None: only on a terminal.
 
     Returns:
@@ -163,11 +157,14 @@ def profile_model(
     Complexity:
         Each round costs five forwards and three backwards of one micro-batch (on CUDA, each of the
         first three rounds costs one more of both), and every third round the same for the other
-        sizes. Before the rounds come one of each size to warm up, and nine forwards and six
-        backwards at each size to find out all that needs no repeats (on CUDA one more of both).
-        After them, on the CPU, come training steps as a pipeline for as long as `timeout` says:
-        usually at least 30, or twelve with ``timeout=0``. Memory, once per measuring thread:
-        gradients and buffers of the model, and what one micro-batch saves.
+        sizes. Before the rounds come one of each size to warm up, and up to ten forwards and eight
+        backwards to find out all that needs no repeats (on CUDA one more of both); at other sizes
+        up to six of these backwards are left out, with their forwards, where they made no
+        difference to memory.
+        After them, on the CPU, come training steps as a pipeline for as long as `timeout` says,
+        but at least twelve, of fewer micro-batches where time is short: two for each partition.
+        Memory, once per measuring thread: gradients and buffers of the model, and what one
+        micro-batch saves.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -237,7 +234,7 @@ def profile_model(
     side_by_side = 1
     if where.type == "cpu" and not alone:
         side_by_side = max(1, min(n_partitions, visible_cores() // n_threads))
-    conduct = _Conduct(
+    conduct = Conduct(
         where,
         rows=rows,
         n_partitions=n_partitions,
@@ -267,35 +264,7 @@ def profile_model(
             return contextvars.copy_context().run(_measure, training, conduct, state)
 
 
-@dataclass(frozen=True)
-class _Conduct:
-    """How a measurement is carried out; see the arguments of `profile_model`."""
-
-    where: torch.device
-    _: KW_ONLY
-    rows: int | Sequence[int] | None
-    n_partitions: int
-    side_by_side: int
-    n_threads: int
-    alone: bool
-    share: bool
-    as_pipeline: bool
-    limit: float | None
-    progress: bool | None
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether partitions share the cores of one machine."""
-        return self.where.type == "cpu"
-
-    def seconds_left(self, started: float, step_seconds: float, parts: int) -> float:
-        """Return the seconds left for the rounds: at least half of all, or too few are measured."""
-        seconds = _limit(self.limit, step_seconds, parts, LEAST_SECONDS / parts)
-        spent = 0.0 if self.alone else time.perf_counter() - started
-        return max(seconds / 2, seconds - spent)
-
-
-def _measure(training: Training, conduct: _Conduct, state: CallerState) -> Profile:
+def _measure(training: Training, conduct: Conduct, state: CallerState) -> Profile:
     """Measure a chain that is trained.
 
     Args:
@@ -339,25 +308,10 @@ def _measure(training: Training, conduct: _Conduct, state: CallerState) -> Profi
             **training.data.sample.described(),
         }
     )
-    if alone or not conduct.on_cpu or not conduct.as_pipeline:
+    if not conduct.tries:
         return profile
-    step = sum(layer.time for layer in profile.layers) * len(sizes)
-    seconds = _limit(conduct.limit, step, TRIAL_PARTS, LEAST_TRIAL_SECONDS)
+    seconds = conduct.seconds_to_try(sum(layer.time for layer in profile.layers) * len(sizes))
     return study.try_out(profile, conduct.side_by_side, conduct.n_threads, seconds)
-
-
-def _limit(timeout: float | None, step_seconds: float, parts: int, least: float) -> float:
-    """Return the seconds that one part of the work may take.
-
-    Args:
-        timeout: Seconds for all of it; None: about ten steps for each part.
-        step_seconds: Seconds of a training step.
-        parts: Into how many parts the time is divided.
-        least: Seconds that a part may always take, unless there is a timeout.
-    """
-    if timeout is not None:
-        return timeout / parts
-    return min(MOST_SECONDS / parts, max(least, DEFAULT_STEPS * step_seconds))
 
 
 def _refuse(where: str, instead: str, given: Mapping[str, Any]) -> None:

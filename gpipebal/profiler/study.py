@@ -43,7 +43,7 @@ from gpipebal.profiler.step.loss import (
     times_of_loss,
 )
 from gpipebal.profiler.step.step import measure_optimizer
-from gpipebal.profiler.survey import Scout, Survey, survey
+from gpipebal.profiler.survey import Scout, Survey, known_for_others, survey
 from gpipebal.profiler.times.rounds import Pace, Subject, Times, run_side_by_side
 from gpipebal.profiler.together import measure_together
 from gpipebal.profiler.training import Training
@@ -159,10 +159,10 @@ class Study:
 
     def measure_alone(self, others: Sequence[int], pace: Pace, *, share: bool) -> None:
         """Examine and measure with one layer on the device at a time; see `walk_alone`."""
-        walks = [
-            SizeWalk.start(rows, self._data.start_of(rows, _HOST), self._device)
-            for rows in (self._data.sizes[0], *others)
-        ]
+        walks: list[SizeWalk] = []
+        for rows in (self._data.sizes[0], *others):
+            start = self._data.start_of(rows, _HOST)
+            walks.append(SizeWalk.start(rows, start, self._device, *walks[:1]))
         self._notes += walk_alone(
             self._training, walks, self._device, pace, share=share, all_sizes=self._all_sizes
         )
@@ -251,7 +251,7 @@ class Study:
                 n_threads,
             )
 
-        return try_out(profile, setting, len(self._data.sizes), seconds)
+        return try_out(profile, setting, n_partitions, len(self._data.sizes), seconds)
 
     def _replicate(self) -> list[nn.Module]:
         given = (self._names, self._modules, self._device)
@@ -268,7 +268,10 @@ class Study:
     def _survey_size(self, rows: int) -> _Size:
         start = self._data.start_of(rows, self._device)
         chain = self._chain(start, self._replicas)
-        size = _Size(rows, survey(chain, self._training.routes), start)
+        main = self._sizes[0]
+        known = known_for_others(main.found.memory, main.rows)
+        found = survey(chain, self._training.routes, at_other_rows=known)
+        size = _Size(rows, found, start)
         self._survey_loss(size)
         return size
 

@@ -5,6 +5,7 @@ This is: which inputs layers write to, the memory of every layer, and floating-p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from gpipebal.profiler.memory.storages import measure_layer_memory
 from gpipebal.profiler.replicas.replica import replicate, stand_ins
 from gpipebal.skip.tracker import Key
 
-__all__ = ["Scout", "Survey", "Trail", "Twin", "survey"]
+__all__ = ["Scout", "Survey", "Trail", "Twin", "known_for_others", "survey"]
 
 
 @dataclass
@@ -79,21 +80,23 @@ class Trail:
         memory: Memory of these layers.
         flops: Their floating-point operations.
         skips: Storages of the skips that they stash.
+        at_other_rows: Memory of the layers with another number of rows, as far as it is known.
     """
 
     arrived: Arrived
     inputs: tuple[int, ...]
     numbers: Numbers
+    at_other_rows: Sequence[LayerMemory] = ()
     memory: list[LayerMemory] = field(default_factory=list)
     flops: list[int | None] = field(default_factory=list)
     skips: dict[Key, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, value: Value) -> Trail:
+    def start(cls, value: Value, at_other_rows: Sequence[LayerMemory] = ()) -> Trail:
         """Begin with the chain's input."""
         numbers = Numbers()
         arrived = Arrived.first(value, numbers)
-        return cls(arrived, arrived.storages, numbers)
+        return cls(arrived, arrived.storages, numbers, at_other_rows)
 
     def pass_layer(self, chain: Chain, k: int, arrived: Arrived) -> None:
         """Find out all about the next layer that needs no repeats.
@@ -107,7 +110,10 @@ class Trail:
             ProfileError: the layer failed.
         """
         flops = flops_of(chain, k, arrived.value)
-        memory, passed = measure_layer_memory(chain, k, arrived, self.numbers)
+        n_before = len(self.memory)
+        known = self.at_other_rows[n_before].peaks if n_before < len(self.at_other_rows) else None
+        found = measure_layer_memory(chain, k, arrived, self.numbers, at_other_rows=known)
+        memory, passed = found
         self.add(memory, flops, passed)
 
     def add(self, memory: LayerMemory, flops: int | None, passed: Arrived) -> None:
@@ -203,18 +209,33 @@ def _differ(mine: Tensor, theirs: Tensor) -> bool:
     return any(not torch.equal(one, other) for one, other in pairs)
 
 
-def survey(chain: Chain, routes: SkipEnds, scout: Scout | None = None) -> Survey:
+def known_for_others(memory: Sequence[LayerMemory], rows: int) -> Sequence[LayerMemory]:
+    """Return what walks with other numbers of rows may know of the memory with so many.
+
+    Nothing if it is a single row: each part of that is without gaps, so it can make no difference
+    whether gradients are parts of something larger.
+    """
+    return memory if rows > 1 else ()
+
+
+def survey(
+    chain: Chain,
+    routes: SkipEnds,
+    scout: Scout | None = None,
+    at_other_rows: Sequence[LayerMemory] = (),
+) -> Survey:
     """Walk along a chain.
 
     Args:
         chain: The chain.
         routes: Its skips.
         scout: Has private copies of the layers run; None: they run themselves.
+        at_other_rows: Memory of the layers with another number of rows, if it is known.
 
     Raises:
         ProfileError: a layer failed.
     """
-    trail = Trail.start(chain.start)
+    trail = Trail.start(chain.start, at_other_rows)
     for k in range(len(chain.layers)):
         if scout is not None:
             scout.before(k, trail.arrived.value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpipebal.profiler import measure
+from gpipebal.profiler import conduct
 from gpipebal.profiler.trial import trial
 
 __all__ = ["make_brief"]
@@ -13,5 +13,5 @@ def make_brief() -> None:
 
     They do all that they do, but as often as nobody is waiting for: no test asserts a time.
     """
-    measure.LEAST_SECONDS = measure.LEAST_TRIAL_SECONDS = 0.05
+    conduct.LEAST_SECONDS = conduct.LEAST_TRIAL_SECONDS = 0.05
     trial.OVERHEAD_ROUNDS = trial.TURN_STEPS = 1

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gpipebal as gb
@@ -292,14 +294,37 @@ class Counting(nn.Linear):
 
 @pytest.mark.parametrize("chunks", [1, 4, 8])
 def test_what_a_profile_without_repeats_costs(chunks: int) -> None:
-    """Eleven forwards to look, ten for each measuring thread, and a trial of up to twelve steps."""
+    """Eleven forwards to look, ten for each measuring thread, and a trial of up to twelve steps.
+
+    The steps have two micro-batches for each partition at most.
+    """
     Counting.calls = 0
     model = nn.Sequential(nn.Linear(8, 8), Counting(8, 8))
     found = profile(model, chunks=chunks)
     # Two steps in each way, those that recompute with two forwards; and, if there is anything to
     # work side by side, all in one partition too.
     steps = (2 + 4 + 2) * (2 if chunks > 1 else 1)
-    assert Counting.calls == 11 + 10 * found.provenance["side_by_side"] + steps * chunks
+    assert Counting.calls == 11 + 10 * found.provenance["side_by_side"] + steps * min(chunks, 4)
+
+
+@given(
+    chunks=st.integers(1, 8),
+    n_partitions=st.integers(1, 5),
+    seconds=st.floats(0.0, 1_000.0),
+    more=st.floats(0.0, 1_000.0),
+)
+def test_a_trial_has_as_many_micro_batches_as_there_is_time_for(
+    chunks: int, n_partitions: int, seconds: float, more: float
+) -> None:
+    """Two for each partition at least, more with more time, and all where there is enough."""
+    known = Profile.from_costs([1.0, 2.0, 3.0], [2.0, 4.0, 6.0])
+
+    def chosen(seconds: float) -> int:
+        return trial.chunks_in_time(known, n_partitions, chunks, seconds)
+
+    least = min(chunks, 2 * min(n_partitions, 3))
+    assert least <= chosen(seconds) <= chosen(seconds + more) <= chunks
+    assert chosen(0.0) == least and chosen(1e6) == chunks
 
 
 def test_a_profile_is_tried_out_unless_it_is_not_wanted() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+import time
 from collections import UserDict
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,7 +25,7 @@ import gpipebal as gb
 from gpipebal.errors import GpipebalError, ModelError, ProfileError
 from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.profile import LayerProfile
-from gpipebal.profiler import measure, study
+from gpipebal.profiler import conduct, measure, study
 from gpipebal.profiler.alone import join_times
 from gpipebal.profiler.step.optimizer import Maker
 from gpipebal.profiler.step.step import measure_optimizer
@@ -108,6 +110,48 @@ def test_one_at_a_time_finds_the_same_memory(names: list[str], chunks: int) -> N
     whole = profile(model, sample, **options)
     for way in ({"one_at_a_time": True}, {"share_identical": True}):
         assert memory_of(profile(model, sample, **options, **way)) == memory_of(whole)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    names=chains("tensor", torch.float64),
+    rows=st.sampled_from([(1, 2), (2, 3), (2, 1), (3, 2), (4, 2)]),
+    way=st.sampled_from([{}, {"one_at_a_time": True}]),
+)
+def test_memory_at_a_size_does_not_depend_on_which_was_measured_first(
+    names: list[str], rows: tuple[int, int], way: dict[str, Any]
+) -> None:
+    """Other sizes take over what made no difference at the micro-batch's own size; bytes stay."""
+    assume(NEED_ROWS.isdisjoint(names) and NEED_ROW.isdisjoint(names))
+    model, sample = build(names).double(), torch.randn(12, 3, dtype=torch.float64)
+    own, other = rows
+    found = profile(model, sample, chunks=12 // own, rows=(other,), **way).other_sizes[0]
+    alone = profile(model, sample, chunks=12 // other, rows=(own,), **way)
+    assert list(map(without_times, found.layers)) == list(map(without_times, alone.layers))
+    assert (found.storages, found.skips) == (alone.storages, alone.skips)
+
+
+@pytest.mark.parametrize("way", [{}, {"one_at_a_time": True}])
+def test_places_without_a_difference_are_not_looked_at_again(way: dict[str, Any]) -> None:
+    """At other sizes a layer runs only in those places in which it behaved otherwise."""
+    runs: list[int] = []
+
+    class Counted(nn.ReLU):
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+                runs.append(len(x))
+            return super().forward(x)
+
+    model = nn.Sequential(nn.Linear(4, 4), Counted())
+    profile(model, torch.randn(8, 4), chunks=2, rows=(2, 8), **way)
+    # Operations, a forward without a graph, and one with: held gradients, and others of any kind.
+    assert runs.count(2) == runs.count(8) == 4
+    # These of three kinds; and at first a forward to see what it writes to.
+    assert runs.count(4) == 7
+    runs.clear()
+    # What a single row does may be another matter.
+    profile(model, torch.randn(8, 4), chunks=8, rows=(2,), **way)
+    assert (runs.count(1), runs.count(2)) == (7, 6)
 
 
 def test_identical_layers_are_measured_once() -> None:
@@ -351,22 +395,44 @@ def test_the_timeout_bounds_the_repeats() -> None:
     assert often.provenance["rounds"] == measure.MOST_ROUNDS
 
 
+@pytest.mark.parametrize("timeout", [None, 5.0])
+@pytest.mark.parametrize("tries", [False, True])
 @pytest.mark.parametrize(
-    ("timeout", "step", "parts", "least", "expected"),
-    [
-        (None, 1.0, 1, 2.0, 10.0),
-        (None, 1e-3, 1, 2.0, 2.0),
-        (None, 1e-3, 2, 3.0, 3.0),
-        (None, 60.0, 1, 2.0, 60.0),
-        (None, 60.0, 2, 3.0, 30.0),
-        (5.0, 60.0, 2, 3.0, 2.5),
-    ],
+    ("step", "to_measure", "to_measure_and_try"),
+    [(1.0, 10.0, (6.0, 4.0)), (1e-3, 2.0, (2.0, 3.0)), (60.0, 60.0, (60.0, 30.0))],
 )
 def test_the_default_is_about_ten_steps(
-    timeout: float | None, step: float, parts: int, least: float, expected: float
+    timeout: float | None,
+    tries: bool,
+    step: float,
+    to_measure: float,
+    to_measure_and_try: tuple[float, float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The rounds may take ten training steps, within bounds, or what the caller allows."""
-    assert measure._limit(timeout, step, parts, least) == expected
+    """All may take ten training steps, within bounds; with a timeout half of it is for the trial.
+
+    At least half of the time for rounds is left for them, whatever comes before.
+    """
+    monkeypatch.setattr(conduct, "LEAST_SECONDS", 2.0)  # tests do not wait so long
+    monkeypatch.setattr(conduct, "LEAST_TRIAL_SECONDS", 3.0)
+    cpu = torch.device("cpu")
+    counts: dict[str, Any] = {"rows": (), "n_partitions": 2, "side_by_side": 2, "n_threads": 1}
+    how: dict[str, Any] = {"alone": False, "share": False, "as_pipeline": tries, "progress": False}
+    chosen = conduct.Conduct(cpu, limit=timeout, **counts, **how)
+    assert chosen.tries == tries
+    rounds, trial = to_measure_and_try if tries else (to_measure, 0.0)
+    if timeout is not None:
+        rounds, trial = timeout, timeout / 2
+    now = time.perf_counter()
+    assert chosen.seconds_left(now - 1_000.0, step, 1) == rounds / 2
+    assert chosen.seconds_left(now + 1_000.0, step, 1) > rounds
+    # One layer at a time, nothing comes before the rounds of all layers.
+    alone = replace(chosen, alone=True)
+    one = alone.seconds_left(now - 1_000.0, step / 4, 4)
+    assert not alone.tries
+    assert one == pytest.approx((to_measure if timeout is None else timeout) / 4)
+    if tries:
+        assert chosen.seconds_to_try(step) == trial
 
 
 def test_estimates_are_dispatched() -> None:
@@ -635,8 +701,9 @@ class _CountsRows(nn.Linear):
     [
         # To find what is written, to look (10 and 8), to warm up, and one round (5 and 3 each).
         ({"partitions": 1, "as_pipeline": False, "rows": ()}, 21, 14),
-        # At other sizes, here a half and a quarter, warm rounds leave the chain in one piece out.
-        ({"partitions": 1, "as_pipeline": False}, 21 + 18 * 0.75, 14 + 13 * 0.75),
+        # At other sizes, here a half and a quarter, warm rounds leave the chain in one piece out,
+        # and six of eight backwards are like another one.
+        ({"partitions": 1, "as_pipeline": False}, 21 + 12 * 0.75, 14 + 7 * 0.75),
         ({"one_at_a_time": True, "rows": ()}, 17, 12),
         # Three ways of running warm up and have a turn: with 1, 2 and 1 forwards.
         ({"partitions": 1, "rows": ()}, 21 + 2 * 4, 14 + 2 * 3),

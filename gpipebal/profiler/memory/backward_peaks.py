@@ -151,8 +151,12 @@ def find_peaks(
     parameters: Iterable[Tensor],
     *,
     finds_inside: bool,
+    at_other_rows: BackwardPeaks | None = None,
 ) -> BackwardPeaks:
     """Run a layer in all places that it can have.
+
+    Where two of these made no difference with another number of rows, they are taken to make none
+    with this one.
 
     Args:
         run: Runs it in given surroundings.
@@ -160,10 +164,15 @@ def find_peaks(
         parameters: Its parameters. Their gradients are those of `held`; they are dropped.
         finds_inside: Whether to look at it with another layer in front of it, if there something
             is not copied.
+        at_other_rows: What was found with another number of rows; None: nothing.
+
+    Complexity:
+        Up to eight forwards and backwards besides `held`, and as many again with a layer in front;
+        as many as made a difference with other rows.
     """
     through = {at for _, at in held.through.values()}
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    lacks_parts = False
+    lacks_parts = at_other_rows is not None and at_other_rows.lacks_parts
 
     def again(
         given: Given, inside: bool, *, keeps: bool = False, stashed: Collection[int] = ()
@@ -192,29 +201,50 @@ def find_peaks(
         for parameter in parameters:
             parameter.grad = None
 
-    def with_front(held: BackwardRun, inside: bool) -> FrontPeaks:
+    def with_front(held: BackwardRun, inside: bool, known: FrontPeaks | None) -> FrontPeaks:
         """Find peaks; gradients of parameters are those of `held`."""
-        added = []
-        if parameters:
-            added = [again(given, inside, keeps=True) for given in _GIVEN]
-            drop()
-        new = [held, *(again(given, inside) for given in _GIVEN[1:])]
-        pairs = zip(new, added or new, strict=True)
+        # Where gradients exist, and then where there are none.
+        places = [(given, True) for given in _GIVEN] if parameters else []
+        places += [(given, False) for given in _GIVEN[1:]]
+        found = [held]
+        for (given, keeps), like in zip(places, _like_before(known, len(places)), strict=True):
+            if not keeps:
+                drop()
+            found.append(again(given, inside, keeps=keeps) if like is None else found[like])
+        drop()
+        new = [held, *found[-len(_GIVEN) + 1 :]]
+        pairs = zip(new, found[1 : len(_GIVEN) + 1] if parameters else new, strict=True)
         return FrontPeaks(*pairs)
 
-    first, copied = with_front(held, False), 0
+    known = at_other_rows
+    first, copied = with_front(held, False, known and known.first), 0
     if through:
         copied = max(0, held.alone - run(Surroundings(without=through)).alone)
         drop()
     inside, more = first, 0
     if held.has_copied and finds_inside:
-        inside = with_front(run(Surroundings(inside=True)), True)
+        inside = with_front(run(Surroundings(inside=True)), True, known and known.inside)
     if held.used_again and finds_inside:
         # The first piece of the gradient is added to what has come before, and not the second.
         for given, (alone, _) in zip(_GIVEN, inside, strict=True):
             stashed = again(given, True, stashed=held.used_again)
             more = max(more, stashed.alone - alone.alone)
     return BackwardPeaks(first, inside, copied, more, lacks_parts)
+
+
+def _like_before(known: FrontPeaks | None, n_places: int) -> list[int | None]:
+    """Return for each place but the first which one before it is like it; None: none is.
+
+    Args:
+        known: What was found in these places with other rows; None: nothing is like anything.
+        n_places: How many there are.
+    """
+    if known is None:
+        return [None] * n_places
+    new, added = zip(*known, strict=True)
+    outlines = [run.outline for run in (new[0], *(added if n_places > len(new) else ()), *new[1:])]
+    first = [outlines.index(outline) for outline in outlines]
+    return [like if like < place else None for place, like in enumerate(first)][1:]
 
 
 def _less(with_copies: Iterable[list[int]], without: Iterable[list[int]]) -> int:

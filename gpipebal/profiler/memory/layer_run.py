@@ -36,10 +36,12 @@ from gpipebal.profiler.replicas.replica import kept_by
 
 __all__ = [
     "BackwardRun",
+    "Called",
     "ForwardRun",
     "Given",
     "GivenMemory",
     "Surroundings",
+    "backward_in",
     "forward_and_backward",
     "forward_without_graph",
     "largest",
@@ -82,22 +84,32 @@ def forward_without_graph(
     return peak.moments(), copies
 
 
-class ForwardRun(NamedTuple):
-    """A forward that has run, with what its backward needs; storages by key.
+class Called(NamedTuple):
+    """A layer that was called, with what its backward needs.
 
     Attributes:
         inputs: Leaves of autograd.
         passed: The layer's output.
         outputs: Its leaves, and what the layer has stashed.
+    """
+
+    inputs: list[Any]
+    passed: Value
+    outputs: list[Any]
+
+
+class ForwardRun(NamedTuple):
+    """What there is to know of a forward; storages by key.
+
+    Attributes:
+        called: The layer's call.
         moments: Its memory at its moments, in bytes, beyond what existed before.
         saved: Bytes of each storage that was saved.
         constant: Those of them that exist all the time.
         kept_bytes: Bytes of what the layer keeps after its forward, besides its parameters.
     """
 
-    inputs: list[Any]
-    passed: Value
-    outputs: list[Any]
+    called: Called
     moments: list[int]
     saved: dict[int, int]
     constant: set[int]
@@ -158,6 +170,11 @@ class BackwardRun(NamedTuple):
         return {place: each is not None and each.is_own for place, each in self.hands_back.items()}
 
     @property
+    def outline(self) -> tuple[object, ...]:
+        """What makes a difference to others, besides `given`."""
+        return self.beside, self.begun, self.hands_back_own
+
+    @property
     def alone(self) -> int:
         """Largest memory where each gradient that it is given has memory of its own."""
         return largest(self.moments(GivenMemory({})))
@@ -180,14 +197,9 @@ def largest(moments: Iterable[int]) -> int:
 
 
 def forward_and_backward(
-    chain: Chain,
-    k: int,
-    value: Value,
-    ledger: DeviceLedger,
-    constants: Iterable[Tensor],
-    around: Surroundings,
+    chain: Chain, k: int, value: Value, ledger: DeviceLedger, constants: Iterable[Tensor]
 ) -> tuple[ForwardRun, BackwardRun]:
-    """Run forward and backward of a layer.
+    """Run forward and backward of a layer that is alone in its partition, and describe both.
 
     Args:
         chain: A chain with the layer.
@@ -195,21 +207,38 @@ def forward_and_backward(
         value: What goes into it.
         ledger: Where memory is counted.
         constants: Tensors that exist all the time.
-        around: What is around it.
     """
     with ledger.watch(0):
-        forward = _run_forward(chain, k, value, ledger, constants, inside=around.inside)
-        return forward, _run_backward(chain, k, forward, ledger, around)
+        forward = _run_forward(chain, k, value, ledger, constants)
+        return forward, _run_backward(chain, k, forward.called, ledger, Surroundings())
+
+
+def backward_in(
+    chain: Chain, k: int, value: Value, ledger: DeviceLedger, around: Surroundings
+) -> BackwardRun:
+    """Run forward and backward of a layer in some surroundings, and describe the backward.
+
+    Args:
+        chain: A chain with the layer.
+        k: Its place in it.
+        value: What goes into it.
+        ledger: Where memory is counted.
+        around: What is around it.
+    """
+
+    def called() -> Called:  # what is only given to the layer does not live until the backward
+        inputs, given = chain.prepare(k, value, wants=True, inside=around.inside)
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+            passed = chain.call(k, given, value)
+        torch.clear_autocast_cache()
+        return Called(inputs, passed, chain.outputs(k, passed))
+
+    with ledger.watch(0):
+        return _run_backward(chain, k, called(), ledger, around)
 
 
 def _run_forward(
-    chain: Chain,
-    k: int,
-    value: Value,
-    ledger: DeviceLedger,
-    constants: Iterable[Tensor],
-    *,
-    inside: bool,
+    chain: Chain, k: int, value: Value, ledger: DeviceLedger, constants: Iterable[Tensor]
 ) -> ForwardRun:
     packed: dict[int, weakref.ref[Any]] = {}
 
@@ -221,7 +250,7 @@ def _run_forward(
         # Not the tensor itself: an output that its own graph saves would never be freed.
         return tensor.detach()
 
-    inputs, given = chain.prepare(k, value, wants=True, inside=inside)
+    inputs, given = chain.prepare(k, value, wants=True)
     before, peak = ledger.live_now(), Peak(ledger, chain.device)
     # Within these hooks, so that they are none of the layer's own.
     with (
@@ -241,19 +270,20 @@ def _run_forward(
     elsewhere = {*saved, *map(storage_key, filter(has_storage, given))}
     kept = [each for each in kept_by(layer) if elsewhere.isdisjoint(storage_keys([each]))]
     kept_bytes = _bytes_of_kept(kept, born)
-    return ForwardRun(inputs, passed, outputs, moments, saved, constant, kept_bytes)
+    called = Called(inputs, passed, outputs)
+    return ForwardRun(called, moments, saved, constant, kept_bytes)
 
 
 def _run_backward(
-    chain: Chain, k: int, forward: ForwardRun, ledger: DeviceLedger, around: Surroundings
+    chain: Chain, k: int, called: Called, ledger: DeviceLedger, around: Surroundings
 ) -> BackwardRun:
-    inputs, outputs = forward.inputs, forward.outputs
+    inputs, passed, outputs = called
     ends = [None if place in around.without else leaf for place, leaf in enumerate(outputs)]
     made: list[Tensor | None] = [None] * len(ends)
     if around.given == "held":
         made = [
             None if end is None else one
-            for end, one in zip(ends, chain.gradients(k, forward.passed), strict=True)
+            for end, one in zip(ends, chain.gradients(k, passed), strict=True)
         ]
         roots, begun = roots_of(ends, made), dict[int, int]()
     else:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -22,14 +23,14 @@ from gpipebal.profiler.chain.failures import memory_for
 from gpipebal.profiler.chain.gradients import needs_gradient
 from gpipebal.profiler.chain.numbers import Arrived, Numbers, distinct_numbers
 from gpipebal.profiler.chain.value import Value, roots_of
-from gpipebal.profiler.memory.backward_peaks import find_peaks
+from gpipebal.profiler.memory.backward_peaks import BackwardPeaks, find_peaks
 from gpipebal.profiler.memory.buffers import copies_of_large, kept_buffers
 from gpipebal.profiler.memory.device_ledger import DeviceLedger
 from gpipebal.profiler.memory.layer_memory import LayerMemory
 from gpipebal.profiler.memory.layer_run import (
     BackwardRun,
     ForwardRun,
-    Surroundings,
+    backward_in,
     forward_and_backward,
     forward_without_graph,
     own_tensors,
@@ -41,7 +42,12 @@ __all__ = ["measure_layer_memory"]
 
 
 def measure_layer_memory(
-    chain: Chain, k: int, arrived: Arrived, numbers: Numbers, constants: Sequence[Tensor] = ()
+    chain: Chain,
+    k: int,
+    arrived: Arrived,
+    numbers: Numbers,
+    constants: Sequence[Tensor] = (),
+    at_other_rows: BackwardPeaks | None = None,
 ) -> tuple[LayerMemory, Arrived]:
     """Run one layer under a ledger.
 
@@ -51,6 +57,7 @@ def measure_layer_memory(
         arrived: What goes into the layer.
         numbers: Numbers of all storages so far; new ones are added.
         constants: Tensors that exist all the time, besides its parameters and buffers.
+        at_other_rows: Its backward with another number of rows; None: not known.
 
     Returns:
         Its memory, and its output.
@@ -75,10 +82,7 @@ def measure_layer_memory(
         kept[storage_key(buffer)] += buffer.nbytes
     del large
 
-    def run_in(around: Surroundings) -> tuple[ForwardRun, BackwardRun]:
-        return forward_and_backward(chain, k, value, ledger, constants, around)
-
-    forward, held = run_in(Surroundings())
+    forward, held = forward_and_backward(chain, k, value, ledger, constants)
     of_parameters = tuple(
         # A copy of what torch.jit made has parameters that are no leaves: none has a gradient.
         GradientKind.of(one.grad if one.is_leaf else None)
@@ -95,10 +99,11 @@ def measure_layer_memory(
         no_grad_forward_moments=tuple(without_graph),
         written_input_bytes=copies,
         peaks=find_peaks(
-            lambda around: run_in(around)[1],
+            partial(backward_in, chain, k, value, ledger),
             held,
             layer.parameters(),
             finds_inside=not chain.only_inputs,
+            at_other_rows=at_other_rows,
         ),
         kept_buffer_bytes=sum(kept.values()),
         saved_buffer_bytes=saved_buffers,
@@ -131,12 +136,14 @@ def _described(
         Fields of its `LayerMemory`, and its output.
     """
     known, n_before = arrived.known(chain.pops[k]), len(numbers.bytes)
-    hands_on = Arrived.of(forward.passed, known, numbers, arrived.skips)
+    hands_on = Arrived.of(forward.called.passed, known, numbers, arrived.skips)
     of_own = [known.get(key, -1) for key in own]
     for key, n_bytes in forward.saved.items():
         if key not in known:
             known[key] = numbers.new(n_bytes)
     given = arrived.of_inputs(chain.pops[k])
+    outputs = forward.called.outputs
+    gradients = filter(needs_gradient, forward.called.passed.leaves)
     columns = {
         "outputs": hands_on.storages,
         "saved": distinct_numbers(known[key] for key in forward.saved),
@@ -144,12 +151,12 @@ def _described(
         "kept_outputs": distinct_numbers(number for number in of_own if number >= n_before),
         "written": distinct_numbers(given[place] for place in sorted(chain.written[k])),
         "output_bytes": sum(numbers.bytes[number] for number in hands_on.storages),
-        "output_gradient_bytes": sum(map(bytes_of, filter(needs_gradient, forward.passed.leaves))),
+        "output_gradient_bytes": sum(map(bytes_of, gradients)),
         "forward_peak_bytes": max(forward.moments),
         "forward_moments": tuple(forward.moments),
         "kept_bytes": forward.kept_bytes,
         "n_inputs": len(given),
-        "n_outputs": len(forward.outputs),
+        "n_outputs": len(outputs),
         "popped": tuple(len(arrived.skips[key]) for key in chain.pops[k]),
         "stashed": tuple(len(hands_on.skips[key]) for key in chain.stashes[k]),
     }

@@ -11,7 +11,12 @@ from gpipebal.profiler.replicas.moved import moves_what_others_reach
 from gpipebal.profiler.setting import available_memory
 from gpipebal.profiler.trial.findings import Trial
 from gpipebal.profiler.trial.traces import MOST_FACTOR, sums_of_layers
-from gpipebal.profiler.trial.trial import MOST_TRIAL_CHUNKS, Setting, run_trial
+from gpipebal.profiler.trial.trial import (
+    MOST_TRIAL_CHUNKS,
+    Setting,
+    chunks_in_time,
+    run_trial,
+)
 
 __all__ = ["correct", "try_out"]
 
@@ -20,14 +25,20 @@ NOTABLE = 0.1
 
 
 def try_out(
-    profile: Profile, setting_of: Callable[[int], Setting], chunks: int, seconds: float
+    profile: Profile,
+    setting_of: Callable[[int], Setting],
+    n_partitions: int,
+    chunks: int,
+    seconds: float,
 ) -> Profile:
     """Run a profile's layers as a pipeline for a while, and correct it by the result.
 
     Args:
         profile: What was measured, layer by layer.
         setting_of: Makes the setting of a trial with a number of micro-batches.
-        chunks: Micro-batches of a mini-batch; the trial has as many of them as the memory holds.
+        n_partitions: Partitions of the trial.
+        chunks: Micro-batches of a mini-batch; the trial has as many of them as the memory holds,
+            and as there is time for.
         seconds: About how long.
 
     Returns:
@@ -37,7 +48,7 @@ def try_out(
     if not fitting:
         return _with_flag(profile, "not tried as a pipeline: there is not enough memory")
     try:
-        setting = setting_of(fitting)
+        setting = setting_of(chunks_in_time(profile, n_partitions, fitting, seconds))
         if setting.n_partitions > 1 and moves_what_others_reach(setting.layers):
             why = "layers that may share a tensor which gets new memory belong in one partition"
             return _with_flag(profile, f"not tried as a pipeline: {why}")

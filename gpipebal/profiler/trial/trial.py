@@ -40,23 +40,31 @@ from gpipebal.profiler.chain.gradients import needs_gradient
 from gpipebal.profiler.chain.value import as_leaves
 from gpipebal.profiler.step.step import BEYOND_CACHES
 from gpipebal.profiler.trial.findings import Trial, read_trial
-from gpipebal.profiler.trial.traces import KINDS, Traced, cells_of
+from gpipebal.profiler.trial.traces import KINDS, Traced, cells_of, sums_of_layers
 from gpipebal.schedule import CheckpointMode
 from gpipebal.solvers import split
 
-__all__ = ["LEAST_TRIAL_SECONDS", "MOST_TRIAL_CHUNKS", "Setting", "run_trial"]
+__all__ = [
+    "LEAST_TRIAL_SECONDS",
+    "MOST_TRIAL_CHUNKS",
+    "Setting",
+    "chunks_in_time",
+    "run_trial",
+]
 
 #: Rounds, after each way of running has warmed up; more where they take less than these seconds.
 MOST_ROUNDS = 8
 #: The speed of partitions that work side by side changes every few tenths of a second.
 LEAST_TRIAL_SECONDS = 3.0
 #: Steps that count in each way's turn. The one before them does not: it finds in the caches what
-#: another cut left there. Where no time is allowed at all, one step has to suffice.
+#: another cut left there. Where that takes too long, see `_turn_of`.
 TURN_STEPS = 3
 #: Steps of the pipeline that does next to nothing.
 OVERHEAD_ROUNDS = 6
 #: Most micro-batches of a trial: more of them do not fill the pipeline any better.
 MOST_TRIAL_CHUNKS = 8
+#: Where time is short, this many for each partition: with fewer, partitions mostly wait.
+LEAST_PER_PARTITION = 2
 #: Modes, which together have cells of all kinds; and whether the last partition computes the loss,
 #: which needs something to train.
 _HOW: tuple[tuple[CheckpointMode, bool], ...] = (
@@ -118,14 +126,39 @@ class _Way(Traced):
         self.steps.append((seconds, recorder.timeline))
 
 
+def chunks_in_time(profile: Profile, n_partitions: int, chunks: int, seconds: float) -> int:
+    """Return how many micro-batches a trial may have, so that each way can run in time, twice.
+
+    Args:
+        profile: What was measured, layer by layer.
+        n_partitions: Partitions of the trial.
+        chunks: The most.
+        seconds: How long the trial may take.
+
+    Returns:
+        Where even the fewest take longer, these: `LEAST_PER_PARTITION` for each partition.
+    """
+    n = min(n_partitions, profile.n_layers)
+    times = sums_of_layers(profile, (profile.n_layers,))
+    forward, without_graph, recompute, backward = (times[name][0] for name in KINDS)
+    forwards = {"never": forward, "always": without_graph + recompute}
+    cells = sum(forwards[mode] + backward for mode, _ in _HOW)
+
+    def seconds_of(m: int) -> float:
+        """Of all ways once: in n partitions, and in one."""
+        return cells * ((m + n - 1) / n + (m if n > 1 < m else 0))
+
+    least = min(chunks, LEAST_PER_PARTITION * n)
+    return next((m for m in range(chunks, least, -1) if 2 * seconds_of(m) <= seconds), least)
+
+
 def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
     """Run a few steps, and compare them with what the profile predicts.
 
     Args:
         profile: What was measured, layer by layer.
         setting: What to run.
-        seconds: About how long; every way of running warms up, and has at least one turn; with 0
-            seconds, one step.
+        seconds: About how long; every way of running warms up, and has at least one step more.
 
     Returns:
         What the trial told. Errors of a layer or the loss are passed on.
@@ -140,6 +173,7 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
     loss = _NoLoss()
     elsewhere = _elsewhere(profile)
     ways: list[_Way] = []
+    started = time.perf_counter()
     try:
         for cut in cuts:
             for mode, inside in _HOW:
@@ -149,15 +183,15 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
                 ways.append(way)
                 way.run(setting)  # warms up: threads are started, facts about layers found out
                 way.steps.clear()
-        started = time.perf_counter()
+        once = time.perf_counter() - started
+        settles, n_steps = _turn_of(once, seconds - once)
         rounds, limit = 0, seconds
         while not rounds or time.perf_counter() < started + limit:
             for group in _in_turns(ways):
-                if seconds:
-                    for way in group:
-                        way.run(setting, elsewhere)
-                        way.steps.pop()
-                for way in group * (TURN_STEPS if seconds else 1):
+                for way in group * settles:
+                    way.run(setting, elsewhere)
+                    way.steps.pop()
+                for way in group * n_steps:
                     way.run(setting, elsewhere)
             rounds += 1
             if rounds >= MOST_ROUNDS:
@@ -168,6 +202,23 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
             for parameter in way.pipe.parameters():
                 parameter.grad = None
     return read_trial(profile, balance, setting.chunks, rounds, ways, overheads, of_loss)
+
+
+def _turn_of(once: float, left: float) -> tuple[bool, int]:
+    """Return whether a turn has a step that does not count, and how many steps that do.
+
+    Long steps need the first one least: most of them is over when the caches are as they will be.
+
+    Args:
+        once: Seconds that all ways take.
+        left: Seconds for their turns.
+
+    Example:
+        >>> _turn_of(1.0, 10.0), _turn_of(1.0, 2.5), _turn_of(1.0, 1.5), _turn_of(1.0, -1.0)
+        ((True, 3), (True, 1), (False, 1), (False, 1))
+    """
+    n_steps = min(1 + TURN_STEPS, max(1, int(left / once)))
+    return n_steps > 1, max(1, n_steps - 1)
 
 
 def _elsewhere(profile: Profile) -> Tensor | None:
