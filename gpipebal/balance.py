@@ -80,7 +80,7 @@ def balance_by_time(
     profile = _profile_of(module, sample, device, chunks, timeout, partitions=count, **values)
     # For one micro-batch, without recompute, the bottleneck is forward plus backward.
     plan = solve(profile, count, checkpoint="never", objective="bottleneck")
-    return list(plan.balance)
+    return plan.balance
 
 
 def balance_by_size(
@@ -139,7 +139,7 @@ def balance_by_size(
     alone = [int(sizes.rows(k, 0, "never")[0]) for k in range(profile.n_layers)]
     zeros = [0] * profile.n_layers
     problem = Problem(alone, zeros, zeros, count, checkpoint="never", memory=sizes)
-    return list(split(problem, "peak_memory").balance)
+    return split(problem, "peak_memory").balance
 
 
 def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
@@ -182,7 +182,7 @@ def balance_cost(costs: Sequence[float], partitions: int) -> list[int]:
         )
     problem = Problem.from_costs(given, 1)
     count = _checked(partitions, problem.n_layers)
-    return list(split(replace(problem, n_partitions=count), "bottleneck").balance)
+    return split(replace(problem, n_partitions=count), "bottleneck").balance
 
 
 def _profile_of(

@@ -128,7 +128,7 @@ class RunReport:
     devices: tuple[str, ...]
     cores: int
     threads_per_partition: int | None
-    balance: tuple[int, ...]
+    balance: list[int]
     chunks: int
     mini_batch_rows: int
     image_size: int | None

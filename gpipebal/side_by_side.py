@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gpipebal.argument_kinds import check_kind, check_mapping
@@ -40,7 +40,7 @@ class Compared:
 
     name: str
     kind: str
-    balance: tuple[int, ...] | None
+    balance: list[int] | None = field(hash=False)
     chunks: int
     makespan: float
     bubble_fraction: float
@@ -332,12 +332,12 @@ def _row(name: str, noun: Plan | Timeline, timeline: Timeline) -> Compared:
     )
 
 
-def _balance(noun: Plan | Timeline) -> tuple[int, ...] | None:
+def _balance(noun: Plan | Timeline) -> list[int] | None:
     if isinstance(noun, Plan):
         return noun.balance
     found = noun.provenance.get("balance")
     good = isinstance(found, (list, tuple)) and all(type(size) is int for size in found)
-    return tuple(found) if good and found else None
+    return list(found) if good and found else None
 
 
 def _loss_inside(noun: Plan | Timeline) -> bool | None:
@@ -393,7 +393,7 @@ def _change(before: float, after: float) -> str:
     return format_change(after / before - 1) if before else "-"
 
 
-def _short(balance: tuple[int, ...]) -> str:
+def _short(balance: list[int]) -> str:
     """Write a balance; if there are many partitions only the first ones."""
     shown = ",".join(map(str, balance[:_MOST_SHOWN]))
     return f"[{shown}]" if len(balance) <= _MOST_SHOWN else f"[{shown},...]"

@@ -79,7 +79,7 @@ for objective in ("makespan", "bottleneck", "peak_memory"):
     found = gb.solve(profile, 4, objective=objective)
     peak = max(part.memory.total for part in found.partitions)
     print(
-        f"{objective:12} {list(found.balance)!s:22} makespan {1e3 * found.makespan:6.0f} ms, "
+        f"{objective:12} {found.balance!s:22} makespan {1e3 * found.makespan:6.0f} ms, "
         f"bottleneck {1e3 * found.bottleneck:5.0f} ms, peak {peak / 2**20:4.0f} MiB"
     )
 
@@ -116,7 +116,7 @@ for limit in ("250 MiB", "180 MiB", "140 MiB"):
     except gb.GpipebalError as error:
         print(f"{limit}: {error}")
     else:
-        print(f"{limit}: {list(found.balance)}, {', '.join(found.modes)}, {found.makespan:.2f} s")
+        print(f"{limit}: {found.balance}, {', '.join(found.modes)}, {found.makespan:.2f} s")
 
 # %% [markdown]
 # If nothing fits, the error says by how much, and what would fit:
@@ -137,7 +137,7 @@ except gb.GpipebalError as error:
 slow = gb.Link(bandwidth=1e9)
 for any_order in (False, True):
     found = gb.solve(profile, 4, devices=[2.0, 2.0, 1.0, 1.0], any_order=any_order, link=slow)
-    print(f"{list(found.balance)} on devices {list(found.devices)}: {1e3 * found.makespan:.0f} ms")
+    print(f"{found.balance} on devices {list(found.devices)}: {1e3 * found.makespan:.0f} ms")
 
 # %% [markdown]
 # ## How sure are the times?
@@ -147,7 +147,7 @@ for any_order in (False, True):
 
 # %%
 for found in gb.top_plans(profile, 4, 4):
-    print(list(found.balance), f"{1e3 * found.makespan:.2f} ms")
+    print(found.balance, f"{1e3 * found.makespan:.2f} ms")
 
 # %% [markdown]
 # The same from a shell:

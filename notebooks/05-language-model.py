@@ -77,7 +77,7 @@ by_rule = gb.evaluate(profile, equal)
 plan = gb.solve(profile, DEVICES)
 for name, found in (("equal", by_rule), ("solved", plan)):
     bubble = 100 * found.bubble_fraction
-    print(f"{name:7} {list(found.balance)}: {found.makespan:.2f} s, bubble {bubble:.0f} %")
+    print(f"{name:7} {found.balance}: {found.makespan:.2f} s, bubble {bubble:.0f} %")
 
 # %%
 plot_partitions(by_rule).figure
@@ -98,7 +98,7 @@ for vocabulary in (32_000, 64_000, 128_000, 256_000):
     large = estimate(vocabulary)
     best, rule = gb.solve(large, DEVICES), gb.evaluate(large, equal)
     print(
-        f"{vocabulary:7,} words: {list(best.balance)!s:28} {best.makespan:.2f} s, "
+        f"{vocabulary:7,} words: {best.balance!s:28} {best.makespan:.2f} s, "
         f"{100 * (rule.makespan / best.makespan - 1):.0f} % longer with equal partitions"
     )
 
@@ -123,7 +123,7 @@ for inside in (False, True):
 for inside in (False, True):
     try:
         found = gb.solve(large, DEVICES, memory_limit="40 GiB", loss_inside=inside)
-        print(f"loss_inside={inside}: {list(found.balance)}, {found.makespan:.2f} s")
+        print(f"loss_inside={inside}: {found.balance}, {found.makespan:.2f} s")
     except gb.GpipebalError as error:
         print(f"loss_inside={inside}: {error}")
 

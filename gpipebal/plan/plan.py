@@ -110,7 +110,7 @@ class Plan:
         >>> from gpipebal import Profile, solve
         >>> plan = solve(Profile.from_costs([3, 1, 4], chunks=4), 2, checkpoint="never")
         >>> plan.balance, plan.makespan, plan.status
-        ((2, 1), 60.0, 'optimal')
+        ([2, 1], 60.0, 'optimal')
         >>> [part.forward_time for part in plan.partitions]
         [4.0, 4.0]
     """
@@ -184,9 +184,9 @@ class Plan:
         return tuple(name for partition in self.partitions for name in partition.layers)
 
     @property
-    def balance(self) -> tuple[int, ...]:
-        """Number of layers in each partition."""
-        return tuple(len(partition.layers) for partition in self.partitions)
+    def balance(self) -> list[int]:
+        """Number of layers in each partition, as a new list."""
+        return [len(partition.layers) for partition in self.partitions]
 
     @property
     def gap(self) -> float:

@@ -42,7 +42,7 @@ def _headline(plan: Plan) -> str:
     return (
         f"{count(plan.n_layers, 'layer')} on {count(plan.n_partitions, 'partition')}, "
         f"{count(plan.chunks, 'micro-batch')} of {count(plan.rows, 'row')}, "
-        f"{schedule}{inside}{checkpoint}: balance={list(plan.balance)}, "
+        f"{schedule}{inside}{checkpoint}: balance={plan.balance}, "
         f"{plan.objective} {format_value(plan, plan.value)} ({proof})"
     )
 

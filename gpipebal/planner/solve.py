@@ -156,7 +156,7 @@ def solve(
     Example:
         >>> plan = solve(Profile.from_costs([1.0, 2.0, 3.0, 4.0]), 2, chunks=4)
         >>> plan.balance, plan.status
-        ((3, 1), 'optimal')
+        ([3, 1], 'optimal')
     """
     options = Options(
         chunks=chunks,
@@ -217,7 +217,7 @@ def top_plans(profile: Profile, k: int, partitions: int, **options: Unpack[Optio
     Example:
         >>> profile = Profile.from_costs([1.0, 2.0, 3.0, 4.0], chunks=4)
         >>> [(plan.balance, plan.value) for plan in top_plans(profile, 2, 2)]
-        [((3, 1), 102.0), ((2, 2), 114.0)]
+        [([3, 1], 102.0), ([2, 2], 114.0)]
     """
     k = check_count("k", k)
     posed = posed_of(profile, partitions, options)

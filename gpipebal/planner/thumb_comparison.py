@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from gpipebal.argument_kinds import check_kind, check_options, plain_number, row_of
@@ -57,7 +57,7 @@ class RuleRow:
     """
 
     rule: str
-    balance: tuple[int, ...] | None = None
+    balance: list[int] | None = field(default=None, hash=False)
     makespan: float | None = None
     bottleneck: float | None = None
     peak_bytes: int | None = None
@@ -161,7 +161,7 @@ def compare_rules(
         >>> profile = Profile.from_costs([1.0] * 9 + [5.0], chunks=8)
         >>> table = compare_rules(profile, solve(profile, 3, checkpoint="never"))
         >>> [(row.rule, row.balance, row.makespan) for row in table.rows[:2]]
-        [('plan', (4, 5, 1), 147.0), ('equal layers', (4, 3, 3), 189.0)]
+        [('plan', [4, 5, 1], 147.0), ('equal layers', [4, 3, 3], 189.0)]
     """
     check_kind("profile", profile, Profile)
     check_kind("plan", plan, Plan)
@@ -263,8 +263,8 @@ def _text(value: float | None, text_of: Callable[[float], str]) -> str:
     return "-" if value is None else text_of(value)
 
 
-def _shortened(balance: Sequence[int]) -> str:
+def _shortened(balance: list[int]) -> str:
     if len(balance) <= _LONGEST_BALANCE:
-        return str(list(balance))
+        return str(balance)
     shown = ", ".join(map(str, balance[: _LONGEST_BALANCE - 1]))
     return f"[{shown}, ... {balance[-1]}]"

@@ -35,15 +35,15 @@ def check_bounds(name: str, bounds: object, n_layers: int | None = None) -> tupl
     return known
 
 
-def to_balance(bounds: Sequence[int]) -> tuple[int, ...]:
+def to_balance(bounds: Sequence[int]) -> list[int]:
     """Count the layers of every partition.
 
     Example:
         >>> to_balance((0, 2, 5))
-        (2, 3)
+        [2, 3]
     """
     ends = [check_whole("bounds", end) for end in check_list("bounds", bounds)]
-    return tuple(end - start for start, end in pairwise(ends))
+    return [end - start for start, end in pairwise(ends)]
 
 
 def to_bounds(balance: Iterable[int]) -> tuple[int, ...]:

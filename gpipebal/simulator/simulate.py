@@ -100,7 +100,7 @@ def simulate(
     else:
         order = _order_of_plan(plan, plan.schedule if schedule is None else schedule, devices)
     provenance = {
-        "balance": list(plan.balance),
+        "balance": plan.balance,
         "chunks": schedule.chunks if isinstance(schedule, Schedule) else plan.chunks,
         "checkpoint": (
             plan.checkpoint if isinstance(plan.checkpoint, str) else list(plan.checkpoint)

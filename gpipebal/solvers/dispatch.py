@@ -79,8 +79,8 @@ class Split:
         return "optimal" if self.lower_bound >= self.value else "feasible"
 
     @property
-    def balance(self) -> tuple[int, ...]:
-        """Number of layers in each partition."""
+    def balance(self) -> list[int]:
+        """Number of layers in each partition, as a new list."""
         return to_balance(self.bounds)
 
     @property
@@ -143,7 +143,7 @@ def split(
         >>> problem = Problem([1, 2, 3, 4], [2, 4, 6, 8], [1, 2, 3, 4], n_partitions=2, chunks=8)
         >>> best = split(problem)
         >>> best.balance, best.value, best.status, best.method
-        ((3, 1), 198, 'optimal', 'two-threshold sweep')
+        ([3, 1], 198, 'optimal', 'two-threshold sweep')
     """
     found = find(problem, objective, method, time_limit=time_limit)
     if found is None:

@@ -46,7 +46,7 @@ def iter_best_splits(problem: Problem, objective: Objective = "makespan") -> Ite
         >>> from itertools import islice
         >>> problem = Problem([1, 2, 3, 4], [2, 4, 6, 8], [1, 2, 3, 4], n_partitions=2, chunks=8)
         >>> [(best.balance, best.value) for best in islice(iter_best_splits(problem), 2)]
-        [((3, 1), 198), ((2, 2), 226)]
+        [([3, 1], 198), ([2, 2], 226)]
     """
     names = applicable(problem, objective)
     used = next((name for name in GENERAL if name in names), None)

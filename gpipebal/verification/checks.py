@@ -140,7 +140,7 @@ def verify(
     return VerifyReport(
         runs=tuple(map(name_of_run, schedules)),
         micro_batches=len(parts.rows),
-        balance=tuple(pipe.balance),
+        balance=list(pipe.balance),
         **agreements,
         without_gradients=reason if torch.is_grad_enabled() else "they are switched off",
     )

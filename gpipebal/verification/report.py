@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 __all__ = ["Agreement", "VerifyReport"]
@@ -58,7 +58,7 @@ class VerifyReport:
 
     runs: tuple[str, ...]
     micro_batches: int
-    balance: tuple[int, ...]
+    balance: list[int] = field(hash=False)
     outputs: Agreement
     losses: Agreement
     gradients: Agreement
@@ -69,7 +69,7 @@ class VerifyReport:
         alike = " over the same micro-batches" if self.micro_batches > 1 else ""
         lines = [
             f"The pipeline does what the plain model does{alike}: {', '.join(self.runs)}; "
-            f"micro-batches={self.micro_batches}, balance={list(self.balance)}"
+            f"micro-batches={self.micro_batches}, balance={self.balance}"
         ]
         for name in ("outputs", "losses", "gradients", "buffers"):
             agreement: Agreement = getattr(self, name)

@@ -186,7 +186,7 @@ def test_least_total_is_that_of_all_balances(peaks: list[list[int]], n_partition
         return sum(peaks[a][b - a - 1] for a, b in pairwise(bounds))
 
     cuts = combinations(range(1, n_layers), n_partitions - 1)
-    every = {to_balance((0, *cut, n_layers)): need((0, *cut, n_layers)) for cut in cuts}
+    every = {tuple(to_balance((0, *cut, n_layers))): need((0, *cut, n_layers)) for cut in cuts}
     assert every[found] == min(every.values())
 
 

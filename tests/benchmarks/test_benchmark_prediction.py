@@ -314,7 +314,7 @@ def test_balances_differ_and_the_planners_is_among_them(
     found = settings.choose_balances(profile, setting)
     assert len(found) == min(5, len(layers) - 1)
     assert all(min(balance) > 0 and sum(balance) == len(layers) for balance in found)
-    best = gb.solve(profile, 2, chunks=chunks, checkpoint="always").balance
+    best = tuple(gb.solve(profile, 2, chunks=chunks, checkpoint="always").balance)
     assert next(iter(found.items())) == (best, "planner")
 
 

@@ -79,7 +79,7 @@ def test_times_have_a_row_each_and_slow_rules_are_left_out() -> None:
         raise peers.TooSlowError  # as `limited` does
 
     def exact(costs: Any, n: int) -> list[int]:
-        return list(split(gb.problem.Problem.from_costs(costs, n), "bottleneck").balance)
+        return split(gb.problem.Problem.from_costs(costs, n), "bottleneck").balance
 
     rows = measure.time_all(
         [(20, 4), (40, 4), (40, 2)],
@@ -116,7 +116,7 @@ def test_gaps_count_answers() -> None:
 
     def exact(costs: Any, n: int) -> list[int]:
         problem = gb.problem.Problem.from_costs(costs, n)
-        return list(to_balance(split(problem, "bottleneck").bounds))
+        return to_balance(split(problem, "bottleneck").bounds)
 
     rows = measure.gaps({"exact": exact}, {"exact": 2}, [(12, 3)])
     assert [row["exact"] for row in rows] == [

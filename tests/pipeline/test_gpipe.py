@@ -455,7 +455,7 @@ def test_plan_says_which_device_runs_which_partition(monkeypatch: pytest.MonkeyP
 
     profile = gb.Profile.from_costs([1.0, 4.0], names=["0", "1"])
     plan = gb.solve(profile, 2, chunks=2, devices=[2.0, 1.0], any_order=True)
-    assert plan.balance == (1, 1) and plan.devices == (1, 0)
+    assert plan.balance == [1, 1] and plan.devices == (1, 0)
     with monkeypatch.context() as patched:
         patched.setattr(of_devices, "parse_device", lambda device: device)
         assert of_devices.in_order(["fast", "slow"], plan.devices) == ["slow", "fast"]

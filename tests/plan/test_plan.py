@@ -18,6 +18,7 @@ import gpipebal as gb
 from gpipebal.errors import BalanceError, FileFormatError, ProfileError
 from gpipebal.plan import PartitionPlan, PeakMemory, Plan
 from gpipebal.schedule import CHECKPOINT_MODES, CheckpointMode
+from gpipebal.solvers import Split
 
 TIMES = st.floats(0, 1e6, allow_nan=False)
 
@@ -74,9 +75,19 @@ def test_a_frame_has_one_row_per_partition() -> None:
 def test_plan_derives_the_balance() -> None:
     """The balance is the number of layers of each partition; all of them are the plan's layers."""
     plan = _plan()
-    assert plan.balance == (2, 1)
+    assert plan.balance == [2, 1]
     assert (plan.n_partitions, plan.n_layers) == (2, 3)
     assert plan.names == ("a", "b", "c")
+
+
+def test_a_balance_is_a_list_of_its_own() -> None:
+    """Who changes the list that a plan or a split gave changes neither."""
+    plan, found = _plan(), Split((0, 2, 5), 8, 8, "some")
+    before = replace(plan), hash(found)
+    plan.balance.append(3)
+    found.balance[0] = 7
+    assert (plan.balance, found.balance) == ([2, 1], [2, 3])
+    assert (plan, hash(found)) == before
 
 
 @pytest.mark.parametrize(

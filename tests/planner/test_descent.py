@@ -63,7 +63,7 @@ def changed(plan: gb.Plan) -> Iterator[tuple[list[int], tuple[str, ...]]]:
             yield [b - a for a, b in pairwise(moved)], modes
     for j in range(len(modes)):
         for mode in CHECKPOINT_MODES:
-            yield list(plan.balance), (*modes[:j], mode, *modes[j + 1 :])
+            yield plan.balance, (*modes[:j], mode, *modes[j + 1 :])
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -258,13 +258,13 @@ def test_a_balance_must_fit(balance: list[int], n_layers: int) -> None:
     """A balance that does not add up to the layers is refused, and the fix does."""
     profile = gb.Profile.from_costs([1.0] * n_layers)
     if sum(balance) == n_layers:
-        assert evaluate(profile, balance).balance == tuple(balance)
+        assert evaluate(profile, balance).balance == list(balance)
         return
     with pytest.raises(BalanceError, match=r"balance does not fit the profile") as error:
         evaluate(profile, balance)
     fix = str(error.value).split("balance=")[-1].rstrip(".")
     n_partitions = min(len(balance), n_layers)
-    assert eval(fix) == list(to_balance(equal_split(n_layers, n_partitions)))
+    assert eval(fix) == to_balance(equal_split(n_layers, n_partitions))
     assert evaluate(profile, eval(fix)).n_partitions == n_partitions
 
 

@@ -156,7 +156,7 @@ def test_another_split_may_add_up_earlier() -> None:
     row = solve_grid(profile, 4, replica_link=ring, checkpoint="never").row(2)
     alone = solve(profile.at_rows(1, mini_batch_rows=2), 2, checkpoint="never")
     assert row.plan is not None and row.time is not None
-    assert alone.balance == (2, 2) and row.plan.balance == (3, 1)
+    assert alone.balance == [2, 2] and row.plan.balance == [3, 1]
     assert (row.time, row.status, row.gap) == (time_of(row.plan, sizes, 2, ring), "optimal", 0)
     assert row.time < time_of(alone, sizes, 2, ring)
     assert row.plan.makespan > alone.makespan and row.plan.status == "feasible"

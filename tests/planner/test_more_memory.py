@@ -127,5 +127,5 @@ def test_memory_is_asked_for_once_where_the_cost_is_ones_own(
     question = ask(profile, 3, {"cost": lambda first, end, _: (end - first) ** 2})
     posed = pose(replace(question, limits=10**6, checkpoint="never"))
     found = solved(posed, posed.problem, None)
-    assert found is not None and found.balance == (4, 4, 4)
+    assert found is not None and found.balance == [4, 4, 4]
     assert len(asked) == len(set(asked)) <= 12 * 3

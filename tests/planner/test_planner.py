@@ -46,6 +46,19 @@ def test_a_plan_keeps_what_it_says(
     assert plan.bubble_fraction == pytest.approx(timeline.bubble_fraction, abs=1e-12)
 
 
+@given(
+    costs=st.lists(st.integers(0, 9), min_size=1, max_size=12),
+    partitions=st.integers(1, 5),
+)
+def test_a_plan_has_the_balance_that_the_function_gives(costs: list[int], partitions: int) -> None:
+    """Both are optimal and break ties alike, and a list equals a list."""
+    partitions = min(partitions, len(costs))
+    plan = gb.solve(gb.Profile.from_costs(costs), partitions, objective="bottleneck")
+    balance = gb.balance_cost(costs, partitions)
+    assert plan.balance == balance and plan.status == "optimal"
+    assert gb.evaluate(gb.Profile.from_costs(costs), balance).balance == balance
+
+
 def test_step_time_is_known_when_all_terms_are() -> None:
     """Forward, gather, loss, backward and optimizer add up; without one of them it is unknown."""
     profile = gb.Profile.from_costs([1.0, 1.0], [2.0, 2.0], chunks=2)

@@ -190,9 +190,9 @@ def test_the_least_max_layers_is_found_in_few_steps() -> None:
 def test_numbers_are_taken_as_they_are_meant() -> None:
     """Pairs in either order, whole floats, and costs in any unit."""
     profile = costs(1.0, 1.0, 1.0, 1.0)
-    assert gb.solve(profile, 2, rules=gb.Rules(keep_together=[(2, 1)])).balance in ((1, 3), (3, 1))
-    assert gb.solve(profile, 2, rules=gb.Rules(max_layers=2.0)).balance == (2, 2)  # type: ignore[arg-type]
-    assert gb.solve(profile, 2, rules=gb.Rules(pin={0: 0.0, 2: 0.0})).balance == (3, 1)  # type: ignore[dict-item]
+    assert gb.solve(profile, 2, rules=gb.Rules(keep_together=[(2, 1)])).balance in ([1, 3], [3, 1])
+    assert gb.solve(profile, 2, rules=gb.Rules(max_layers=2.0)).balance == [2, 2]  # type: ignore[arg-type]
+    assert gb.solve(profile, 2, rules=gb.Rules(pin={0: 0.0, 2: 0.0})).balance == [3, 1]  # type: ignore[dict-item]
     with pytest.raises(BalanceError, match=r"max_layers=2\.5"):
         gb.solve(profile, 2, rules=gb.Rules(max_layers=2.5))  # type: ignore[arg-type]
     plan = gb.solve(profile, 2, cost=lambda a, b, j: (b - a) * 1e30)

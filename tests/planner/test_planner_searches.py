@@ -112,7 +112,7 @@ def test_short_chains_that_always_recompute_are_proven() -> None:
         checkpoint="always",
         memory_limit="1 GiB",
     )
-    assert (only.balance, only.status, only.method) == ((1, 1, 1), "optimal", "box search")
+    assert (only.balance, only.status, only.method) == ([1, 1, 1], "optimal", "box search")
     rng = random.Random(3)
     proven = 0
     for k in range(20):

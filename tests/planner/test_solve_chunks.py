@@ -157,7 +157,7 @@ def test_a_choice_of_numbers_is_kept_to() -> None:
     assert plan.value == min(solve(profile, 2, chunks=m).value for m in (2, 32))
     plans = top_plans(profile, 4, 2, chunks=[2, 4, 8])
     assert [p.value for p in plans] == sorted(p.value for p in plans)
-    assert len({(p.chunks, p.balance) for p in plans}) == 4
+    assert len({(p.chunks, *p.balance) for p in plans}) == 4
     every = [p for m in (2, 4, 8) for p in top_plans(profile, 4, 2, chunks=m)]
     assert [p.value for p in plans] == sorted(p.value for p in every)[:4]
 

@@ -186,7 +186,7 @@ def test_the_shortage_is_the_least_where_waiting_decides(limit: int) -> None:
     with pytest.raises(InfeasibleError, match=text) as raised:
         solve(profile, 3, memory_limit=limit, **options)
     assert raised.value.shortage == 320 - limit
-    assert solve(profile, 3, memory_limit=320, **options).balance == (2, 1, 2)
+    assert solve(profile, 3, memory_limit=320, **options).balance == [2, 1, 2]
 
 
 def test_a_reserve_counts_and_can_be_given_up() -> None:

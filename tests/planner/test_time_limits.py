@@ -68,7 +68,7 @@ def test_the_least_peak_known_is_kept() -> None:
     asked: dict[str, Any] = {"checkpoint": "never", "objective": "peak_memory"}
     least = gb.solve(profile, 2, **asked)
     late = gb.solve(profile, 2, time_limit=0, **asked)
-    assert late.balance == least.balance == (2, 1)
+    assert late.balance == least.balance == [2, 1]
     assert late.lower_bound <= least.value == late.value
 
 

@@ -134,7 +134,7 @@ def test_recompute_counts_where_something_is_recomputed(
 def test_balance_and_bounds_are_inverse() -> None:
     """Bounds are the running sums of a balance, and a balance the differences of bounds."""
     assert to_bounds([2, 1, 3]) == (0, 2, 3, 6)
-    assert to_balance((0, 2, 3, 6)) == (2, 1, 3)
+    assert to_balance((0, 2, 3, 6)) == [2, 1, 3]
 
 
 def _problem(**changes: Any) -> Problem:

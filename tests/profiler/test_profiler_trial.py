@@ -53,7 +53,7 @@ def setting(model: nn.Sequential, chunks: int, n_partitions: int, **options: Any
 def told(**factors: float) -> Trial:
     """What a trial told, with these factors."""
     known = dict.fromkeys(("forward", "no_grad_forward", "recompute", "backward"), 1.0)
-    return Trial((1, 1), 4, 3, known | factors, 0.25, 2.0, 1.0)
+    return Trial([1, 1], 4, 3, known | factors, 0.25, 2.0, 1.0)
 
 
 def test_each_kind_of_cell_has_its_factor() -> None:

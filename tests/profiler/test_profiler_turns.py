@@ -278,7 +278,7 @@ def test_a_trial_tells_turns_from_slow_layers() -> None:
 def corrected(rows: int = 1) -> Profile:
     """A profile of two layers whose trial told of turns."""
     factors = dict.fromkeys(KINDS, 2.0)
-    trial = Trial((1, 1), 4, 3, factors, 0.0, 0.0, 0.0, None, FACTORS)
+    trial = Trial([1, 1], 4, 3, factors, 0.0, 0.0, 0.0, None, FACTORS)
     return correct(Profile.from_costs([1.0, 3.0], [2.0, 6.0], rows=rows), trial)
 
 

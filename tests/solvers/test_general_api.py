@@ -265,7 +265,7 @@ def test_recomputing_all_is_chosen_only_where_nothing_else_fits() -> None:
         devices = [Device(memory_limit=limit)] * 2
         problem = Problem([4] * 4, [8] * 4, [4] * 4, 2, 4, "auto", devices=devices, memory=memory)
         found = split(problem)
-        assert (found.modes, found.status, found.balance) == ((mode,) * 2, "optimal", (2, 2))
+        assert (found.modes, found.status, found.balance) == ((mode,) * 2, "optimal", [2, 2])
     # Sums: 4 * 12, 3 times a forward and a backward with recompute, and the last recompute.
     assert found.value == 48 + 3 * (8 + 24) + 8
 
@@ -299,7 +299,7 @@ def test_the_greedy_trap_is_none() -> None:
     devices = [Device(), Device(slowness=10), Device()]
     problem = Problem([1, 1, 100, 1], [0] * 4, [0] * 4, 3, devices=devices)
     found = split(problem, "bottleneck")
-    assert (found.value, found.balance) == (101, (1, 1, 2))
+    assert (found.value, found.balance) == (101, [1, 1, 2])
 
 
 def test_links_that_overlap_limit_and_are_no_partition_time() -> None:

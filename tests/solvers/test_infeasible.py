@@ -64,9 +64,9 @@ def test_rules_that_leave_no_split_are_named() -> None:
         "split of 4 layers that keeps them).\n"
         "Fix: without no_cut; or without max_layers; or max_layers=3."
     )
-    assert split(replace(problem, rules=Rules(no_cut=[2], max_layers=3))).balance == (3, 1)
+    assert split(replace(problem, rules=Rules(no_cut=[2], max_layers=3))).balance == [3, 1]
     assert split(replace(problem, rules=Rules(no_cut=[2]))).status == "optimal"
-    assert split(replace(problem, rules=Rules(max_layers=2))).balance == (2, 2)
+    assert split(replace(problem, rules=Rules(max_layers=2))).balance == [2, 2]
     assert raised.value.partition is None
 
 

@@ -59,14 +59,14 @@ def test_split_refuses_methods_that_do_not_apply(method: str) -> None:
     )
     with pytest.raises(BalanceError, match=message):
         split(problem, "makespan", method)
-    assert split(problem, "makespan", "auto").balance == (3, 1)
+    assert split(problem, "makespan", "auto").balance == [3, 1]
 
 
 def test_gap_is_a_fraction_of_the_value() -> None:
     """The gap relates what is not proven to the value, and is 0 where there is no time at all."""
     assert Split((0, 1), 8.0, 6.0, "some").gap == 0.25
     assert Split((0, 1), 0, 0, "some").gap == 0.0
-    assert Split((0, 2, 5), 8, 8, "some").balance == (2, 3)
+    assert Split((0, 2, 5), 8, 8, "some").balance == [2, 3]
 
 
 def test_makespan_and_bottleneck_differ() -> None:

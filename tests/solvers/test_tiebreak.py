@@ -98,7 +98,7 @@ def test_equal_layers_give_the_longer_partitions_last(objective: str, n_partitio
     """Among equal layers partitions differ by one at most, and leftmost cuts put short first."""
     problem = Problem([2] * 16, [4] * 16, [2] * 16, n_partitions, chunks=8)
     each, more = divmod(16, n_partitions)
-    expected = (each,) * (n_partitions - more) + (each + 1,) * more
+    expected = [each] * (n_partitions - more) + [each + 1] * more
     assert split(problem, objective).balance == expected  # type: ignore[arg-type]
 
 

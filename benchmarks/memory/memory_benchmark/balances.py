@@ -58,9 +58,9 @@ def find_balances(
         memory=memory,
     )
     found["least total"] = least_total(memory, profile.n_layers, n_partitions, checkpoint)
-    found["least peak"] = split(problem, "peak_memory").balance
+    found["least peak"] = tuple(split(problem, "peak_memory").balance)
     limited = replace(problem, devices=[Device(memory_limit=memory_limit)] * n_partitions)
-    found["fastest"] = split(limited, "makespan").balance
+    found["fastest"] = tuple(split(limited, "makespan").balance)
     return found
 
 
@@ -104,4 +104,4 @@ def least_total(
         bounds.append(int(best_first[bounds[-1]]))
     bounds.reverse()
     assert all(a < b for a, b in pairwise(bounds))
-    return to_balance(tuple(bounds))
+    return tuple(to_balance(bounds))

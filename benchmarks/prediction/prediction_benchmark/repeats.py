@@ -77,7 +77,7 @@ def measure_repeats(
 
 
 def _balance(profile: Profile) -> list[int]:
-    return list(gb.solve(profile, N_PARTITIONS, chunks=MIDDLE).balance)
+    return gb.solve(profile, N_PARTITIONS, chunks=MIDDLE).balance
 
 
 def _times(profile: Profile, balance: Sequence[int]) -> list[dict[str, float]]:

@@ -78,7 +78,7 @@ def choose_balances(profile: Profile, setting: Setting) -> dict[tuple[int, ...],
         Five balances, or as many as there are, and where each comes from.
     """
     solved = gb.solve(profile, N_PARTITIONS, chunks=setting.chunks, checkpoint=setting.checkpoint)
-    found = {solved.balance: "planner"}
+    found = {tuple(solved.balance): "planner"}
     for end, source in _cuts(profile):
         if 0 < end < profile.n_layers and len(found) < N_BALANCES:
             found.setdefault((end, profile.n_layers - end), source)

@@ -116,7 +116,7 @@ def fastest_balance(
         devices=[Device(memory_limit=memory_limit)] * n_partitions if limited else None,
         memory=_least_memory(sized, chunks) if limited else None,
     )
-    return split(problem, "makespan").balance
+    return tuple(split(problem, "makespan").balance)
 
 
 def _least_memory(profile: Profile, chunks: int) -> Memory:

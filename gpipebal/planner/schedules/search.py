@@ -84,7 +84,7 @@ def search_schedule(
         >>> problem = Problem([3, 1, 2, 2], [3, 1, 2, 2], [0] * 4, 2, 4, "never")
         >>> found = search_schedule(problem, "1f1b")
         >>> found.balance, found.value, found.status
-        ((2, 2), 40.0, 'optimal')
+        ([2, 2], 40.0, 'optimal')
     """
     schedule = check_known_schedule(schedule)
     partitions_on_each(schedule, problem.n_partitions)  # raises before anything is searched

@@ -84,7 +84,7 @@ def correct(profile: Profile, trial: Trial) -> Profile:
         turns=_turns(profile, trial),
     )
     told = {
-        "balance": list(trial.balance),
+        "balance": trial.balance,
         "chunks": trial.chunks,
         "rounds": trial.rounds,
         "factors": factors,

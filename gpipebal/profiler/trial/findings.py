@@ -49,7 +49,7 @@ class Trial:
             `turn_factors` returns it; None: not known.
     """
 
-    balance: tuple[int, ...]
+    balance: list[int]
     chunks: int
     rounds: int
     factors: dict[str, float]
@@ -109,7 +109,7 @@ def read_trial(
         scale = within_reason(fmean(ratios)) if ratios else 1.0
         factors = {name: within_reason(factor * scale) for name, factor in factors.items()}
     return Trial(
-        balance=tuple(balance),
+        balance=list(balance),
         chunks=chunks,
         rounds=rounds,
         factors=factors,

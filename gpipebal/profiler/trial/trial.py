@@ -169,7 +169,7 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
     module = nn.Sequential(setting.layers)
     cuts = [balance]
     if n > 1 and setting.chunks > 1:
-        cuts.append((profile.n_layers,))
+        cuts.append([profile.n_layers])
     loss = _NoLoss()
     elsewhere = _elsewhere(profile)
     ways: list[_Way] = []
@@ -238,7 +238,7 @@ def _in_turns(ways: Sequence[_Way]) -> list[list[_Way]]:
     return list(groups.values())
 
 
-def _balance(profile: Profile, n_partitions: int) -> tuple[int, ...]:
+def _balance(profile: Profile, n_partitions: int) -> list[int]:
     problem = Problem(**profile.layer_times, n_partitions=n_partitions)
     return split(problem, "bottleneck").balance
 
