@@ -63,7 +63,7 @@ def add_run(commands: Commands) -> None:
         dest="attempts",
         default=1,
         help="run each of the N best plans for a few steps, and keep the fastest (default: run "
-        "only the best; not with --checkpoint always)",
+        "only the best)",
     )
     number(
         "--threads-per-partition",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -11,16 +10,16 @@ from gpipebal.plan import Plan
 from gpipebal.planner.advice import explain
 from gpipebal.planner.devices import DeviceCosts
 from gpipebal.planner.layer_rules import LayerKey
-from gpipebal.planner.plans import fits, plan_of_split, with_sensitivity
+from gpipebal.planner.plans import with_sensitivity
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Options, Size, ask
 from gpipebal.planner.search.best import best_of_all
-from gpipebal.planner.search.descent import Descent
+from gpipebal.planner.search.best_plans import best_plans
 from gpipebal.planner.times import order_for
 from gpipebal.problem import Link, Rules
 from gpipebal.profile import Profile
 from gpipebal.schedule import Checkpoint, check_count
-from gpipebal.solvers import Objective, iter_best_splits
+from gpipebal.solvers import Objective
 from gpipebal.solvers.dense import AnyCost
 from gpipebal.solvers.dispatch import check_method
 
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 __all__ = ["posed_of", "select_method", "solve", "top_plans"]
-
-#: After this many splits that exceed a limit only by what may wait, no next best is looked for.
-_MOST_MISSED = 200
 
 
 def solve(
@@ -198,21 +194,27 @@ def top_plans(profile: Profile, k: int, partitions: int, **options: Unpack[Optio
         profile: Costs of the layers for one micro-batch.
         k: How many.
         partitions: As for `solve`.
-        options: As for `solve`, except for `cost`, `method` and `time_limit`; the schedule has to
-            be ``'gpipe'``, the objective makespan or bottleneck, and for the makespan no
-            partition's mode may be ``'always'``.
+        options: As for `solve`, except for `method`. The first plan has the `time_limit` for
+            itself, and all others together have as much again.
 
     Returns:
-        Plans, best first; fewer than `k` if there are no more, or if very many exceed the limits by
-        what may wait in them. All of them have the same bound, which holds for every plan:
-        the first is ``'optimal'`` if that can be proven, and the gap of each of the others tells
-        how far it is from the best. No plan that is left out is better than the last one returned,
-        as far as the bound tells.
+        Plans, best first; fewer than `k` if no more were found. The first is no worse than that of
+        `solve`. All of them have the same bound, which holds for every plan: the first is
+        ``'optimal'`` if that can be proven, and the gap of each of the others tells how far it is
+        from the best. They are the `k` best where each search proves its plan; elsewhere a better
+        one may have been left out, but none below the bound.
 
     Raises:
-        BalanceError: as `solve`; a `k` that is not 1 or more; a question whose solver has no next
-            best.
-        InfeasibleError: no plan fits.
+        BalanceError: as `solve`; a `k` that is not 1 or more; a `method`.
+        InfeasibleError, ProfileError, UnsupportedPlanError: as `solve`.
+
+    Complexity:
+        Up to K searches for each plan but the first, and K partitions; fewer where many plans are
+        equally good. Each takes up to as long as `solve`.
+
+    Source:
+        Lawler, "A procedure for computing the K best solutions to discrete optimization problems
+        and its application to the shortest path problem", Management Science 18(7), 1972.
 
     Example:
         >>> profile = Profile.from_costs([1.0, 2.0, 3.0, 4.0], chunks=4)
@@ -221,51 +223,17 @@ def top_plans(profile: Profile, k: int, partitions: int, **options: Unpack[Optio
     """
     k = check_count("k", k)
     posed = posed_of(profile, partitions, options)
-    question = posed[0].question
-    if question.cost is not None or question.schedule != "gpipe":
+    method = posed[0].question.method
+    if method != "auto":
         raise BalanceError(
-            "the next best plans cannot be found: cost is given, or "
-            f"schedule={question.schedule!r} (expected an objective under 'gpipe').\n"
-            "Fix: cost=None and schedule='gpipe'."
+            f"option does not apply to the next best plans: method={method!r} (expected 'auto': "
+            "they are searched for among splits that differ, which takes other algorithms).\n"
+            "Fix: method='auto'."
         )
-    for name, usual in (("method", "auto"), ("time_limit", None)):
-        if options.get(name, usual) != usual:
-            raise BalanceError(
-                f"option does not apply to the next best plans: {name}={options[name]!r} "  # type: ignore[literal-required]  # two of its keys
-                f"(expected {usual!r}: all of them are ranked by one algorithm).\n"
-                f"Fix: {name}={usual!r}."
-            )
-    found: list[tuple[float, int, Posed, Plan]] = []
-    # No plan that is not in the list has a smaller value.
-    bound = math.inf
-    for at in posed:
-        n_missed, descent = 0, Descent(at)
-        for split in iter_best_splits(at.problem, question.objective):
-            if len(found) >= k and split.value >= sorted(one[0] for one in found)[k - 1]:
-                bound = min(bound, split.lower_bound)
-                break
-            plan = plan_of_split(at, split)
-            if not fits(plan):
-                if at.is_open:
-                    # Others with the same cuts may fit.
-                    bound = min(bound, split.lower_bound)
-                plan = descent.with_better_modes(plan)
-            if fits(plan):
-                found.append((plan.value, len(found), at, plan))
-                continue
-            # Because of what may wait in it, of which the ranking knows the least.
-            n_missed += 1
-            if n_missed == _MOST_MISSED:
-                bound = min(bound, split.lower_bound)
-                break
+    found = best_plans(posed, k)
     if not found:
-        best = best_of_all(posed)
-        if best is None:
-            raise explain(posed)
-        return [with_sensitivity(*best)]
-    found.sort(key=lambda one: one[:2])
-    bound = min([bound, *(plan.lower_bound for *_, plan in found)])
-    return [with_sensitivity(at, plan.with_bound(bound)) for _, _, at, plan in found[:k]]
+        raise explain(posed)
+    return [with_sensitivity(*one) for one in found]
 
 
 def select_method(profile: Profile, partitions: int, **options: Unpack[Options]) -> str:

@@ -2,7 +2,8 @@
 
 All that a rule means is in this file: `Rules.allows` for one run of layers, `Rules.places` and
 `Rules.lengths` the same for all runs at once, `Rules.loosened` and `Rules.most_partitions` for
-advice. Everything else takes the names of rules from `RULE_NAMES`.
+advice, and `Within` for searches through a part of all splits. Everything else takes the names of
+rules from `RULE_NAMES`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from gpipebal.argument_kinds import is_list, plain_number, whole_number
 from gpipebal.errors import BalanceError
 from gpipebal.units import count
 
-__all__ = ["RULE_NAMES", "Rules"]
+__all__ = ["RULE_NAMES", "Rules", "Within"]
 
 
 @dataclass(frozen=True)
@@ -254,6 +255,38 @@ class Rules:
                     f"{name} is too small: {name}={limit!r:.60} (expected 1 or more, whole).\n"
                     f"Fix: {name}={kept}, which an equal split keeps."
                 )
+
+
+@dataclass(frozen=True)
+class Within(Rules):
+    """Rules of splits that are a part of all: each bound has its own places.
+
+    Attributes:
+        within: The set of places of each bound, as `Rules.places` returns it.
+
+    Example:
+        >>> rules = Within.of(Rules(no_cut=[3]), [0b1, 0b1100, 0b10000])
+        >>> rules.keeps((0, 2, 4)), rules.keeps((0, 1, 4)), rules.keeps((0, 3, 4))
+        (True, False, False)
+    """
+
+    within: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, rules: Rules, within: Sequence[int]) -> Within:
+        """Return rules that are to be kept, with such places besides."""
+        kept = {name: getattr(rules, name) for name in RULE_NAMES}
+        return cls(**kept, within=tuple(within))
+
+    def allows(self, start: int, end: int, partition: int) -> bool:
+        """Whether a partition may hold the layers `start` to ``end - 1``."""
+        begins, ends = self.within[partition : partition + 2]
+        return bool(begins >> start & ends >> end & 1) and super().allows(start, end, partition)
+
+    def places(self, n_layers: int, n_partitions: int) -> list[int]:
+        """Return the set of places of each bound; see `Rules.places`."""
+        kept = super().places(n_layers, n_partitions)
+        return [here & there for here, there in zip(kept, self.within, strict=True)]
 
 
 #: The rules, by the names of arguments of `gpipebal.solve`.

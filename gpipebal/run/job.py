@@ -77,8 +77,7 @@ def run(
         checkpoint: Which micro-batches are recomputed; ``'auto'``: in each partition as few as fit.
         memory_limit: Memory of a device, as `solve` takes it; None: no limit.
         steps: Training steps that are timed, after one that is not.
-        attempts: How many of the best plans to run for a few steps; the fastest is taken. Only 1
-            with `checkpoint` ``'always'``.
+        attempts: How many of the best plans to run for a few steps; the fastest is taken.
         threads_per_partition: Intra-operation threads of each CPU partition, also while its
             layers are profiled; None: its share of the cores.
         seed: Seed of parameters and data.
@@ -108,11 +107,6 @@ def run(
         check_threads("threads_per_partition", threads_per_partition)
     if checkpoint != "auto":
         check_checkpoint(checkpoint, or_auto=True)
-    if checkpoint == "always" and attempts > 1:
-        raise UsageError(
-            f"the next best plans are not known: attempts={attempts} with checkpoint='always' "
-            "(expected another mode).\nFix: attempts=1, or checkpoint='except_last'."
-        )
     places = choose_places(device, partitions)
     workload = load_workload(
         model, rows=rows, image_size=image_size, seed=seed, chunks=chunks, arguments=arguments

@@ -85,7 +85,6 @@ def _wait_for(process: subprocess.Popen[str], word: str) -> None:
         (["workloads:tiny", "--rows", "4"], "--rows is for built-in models"),
         (["workloads:tiny", "--checkpoint", "no"], "mode does not exist: --checkpoint no"),
         (["workloads:tiny", "--try", "0"], "attempts is too small: --try 0"),
-        (["workloads:tiny", "--try", "2", "--checkpoint", "always"], "--try 2 with --checkpoint"),
     ],
 )
 def test_bad_input_gives_one_clear_line(

@@ -712,8 +712,9 @@ def test_model_for_an_estimate_has_no_values() -> None:
 
 
 @BRIEF
+@pytest.mark.parametrize("checkpoint", ["except_last", "always", "auto"])
 def test_run_tries_the_best_plans_and_takes_the_fastest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With several attempts each of the best plans runs, and that with the shortest step stays."""
     tried: list[Plan] = []
@@ -726,7 +727,7 @@ def test_run_tries_the_best_plans_and_takes_the_fastest(
     said: list[str] = []
     report = run(
         "workloads:tiny", partitions=2, chunks=2, steps=1, attempts=3, device="cpu",
-        output=tmp_path, echo=said.append, progress=False,
+        checkpoint=checkpoint, output=tmp_path, echo=said.append, progress=False,
     )  # fmt: skip
     assert [plan.balance for plan in tried[:3]] == [plan.balance for plan in tried[:2:-1]]
     assert len({tuple(plan.balance) for plan in tried}) == 3

@@ -138,8 +138,8 @@ def test_out_of_time_what_can_be_seen_at_once_is_the_bound() -> None:
         **profile.layer_times, n_partitions=14, chunks=8, devices=devices, any_order=True
     )
     assert plan.lower_bound >= lower_bound_of(problem) > 0
-    with pytest.raises(BalanceError, match=r"too many kinds .*\nFix: any_order=False"):
-        gb.top_plans(profile, 2, 14, devices=devices, any_order=True)
+    plans = gb.top_plans(profile, 2, 14, devices=devices, any_order=True, time_limit=0.2)
+    assert 0 < plans[0].lower_bound <= plans[0].value
 
 
 def test_a_schedule_of_its_own_says_its_own_micro_batches() -> None:

@@ -54,7 +54,7 @@ class Best(NamedTuple):
     lower_bound: float
 
 
-def best_of(posed: Posed) -> Best:
+def best_of(posed: Posed, *, thorough: bool = True) -> Best:
     """Find the best plan, or a good one, at one number of micro-batches.
 
     Limits are first checked with the least that may wait for other partitions. Where that is not
@@ -65,6 +65,11 @@ def best_of(posed: Posed) -> Best:
 
     Time that is up ends the search for better plans. As long as none is known that fits, all of
     this is tried all the same, but each search on the way returns the first split that it finds.
+
+    Args:
+        posed: The question.
+        thorough: Whether all of this is done where ways are many; if not, small changes begin at
+            that plan only.
     """
     question = posed.question
     deadline = Deadline(question.time_limit)
@@ -80,17 +85,18 @@ def best_of(posed: Posed) -> Best:
         if plan.gap and posed.problem.is_limited:
             plan = _descended(posed, found, [Way.of(plan)], deadline) or plan
         return Best(plan, plan.lower_bound)
-    starts = _starts(posed, found, plan, deadline)
+    starts = _starts(posed, found, plan, deadline) if thorough else [Way.of(plan)]
     descended = partial(_descended, posed, found, starts, deadline)
     ways = all_ways(posed, _MOST_PEAK_WAYS if is_peak else MOST_WAYS)
     if ways is not None:
         return Best(*best_way(posed, ways, found, deadline, descended))
     best, bound = descended(), found.lower_bound
-    n_places = posed.problem.n_layers * posed.problem.n_partitions
-    if best is None or (best.value > bound and n_places <= _FEW_PLACES):
-        best, bound = _among_next(posed, best, bound, deadline)
-    if best is None and not math.isinf(bound):
-        best = _by_least_peak(posed, found, deadline)
+    if thorough:
+        n_places = posed.problem.n_layers * posed.problem.n_partitions
+        if best is None or (best.value > bound and n_places <= _FEW_PLACES):
+            best, bound = _among_next(posed, best, bound, deadline)
+        if best is None and not math.isinf(bound):
+            best = _by_least_peak(posed, found, deadline)
     if best is None:
         return Best(None, bound)
     bound = min(bound, best.value)

@@ -9,14 +9,14 @@ group falls apart in the same way.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from itertools import count
 
 from gpipebal.solvers.sets.levels import Levels
 from gpipebal.solvers.sets.reachability import BestPath, Path
 
-__all__ = ["ranked"]
+__all__ = ["parts_without", "ranked"]
 
 #: A solver: value and split, or None if there is no split.
 Solve = Callable[[Levels], "BestPath | None"]
@@ -62,11 +62,29 @@ def ranked(levels: Levels, solve: Solve) -> Iterator[tuple[int, Path]]:
     while heap:
         value, bounds, _, path, group = heapq.heappop(heap)
         yield value, path
-        places = list(group.places)
-        for k in range(1, len(bounds) - 1):  # k: cut
-            other = places[k] & ~(1 << bounds[k])
-            if other:
-                differs = copy(group)
-                differs.places = [*places[:k], other, *places[k + 1 :]]
-                push(differs)
-            places[k] = 1 << bounds[k]
+        for places in parts_without(group.places, bounds):
+            differs = copy(group)
+            differs.places = places
+            push(differs)
+
+
+def parts_without(places: Sequence[int], bounds: Sequence[int]) -> Iterator[list[int]]:
+    """Part all splits but one: each other split is in one part, and in no other.
+
+    Args:
+        places: The set of places of each bound.
+        bounds: The split.
+
+    Yields:
+        The sets of places of each part. No split may be in it: only empty sets are left out.
+
+    Example:
+        >>> [list(map(bin, part)) for part in parts_without([0b1, 0b110, 0b110, 0b1000], (0, 1, 2))]
+        [['0b1', '0b100', '0b110', '0b1000']]
+    """
+    left = list(places)
+    for k in range(1, len(bounds) - 1):  # k: cut
+        other = left[k] & ~(1 << bounds[k])
+        if other:
+            yield [*left[:k], other, *left[k + 1 :]]
+        left[k] = 1 << bounds[k]
