@@ -121,6 +121,8 @@ class RunReport:
         notes: What the reader should know before trusting the figures.
         output: Folder of the files.
         provenance: Provenance of the profile: versions, date, device names.
+        schedule: Schedule of the pipeline: ``'gpipe'``, with the loss after it, or ``'1f1b'``, with
+            the loss inside.
     """
 
     model: str
@@ -145,6 +147,7 @@ class RunReport:
     notes: tuple[str, ...] = ()
     output: str = ""
     provenance: dict[str, Any] = field(default_factory=dict)
+    schedule: str = "gpipe"
 
     @property
     def step_time(self) -> float:
@@ -196,10 +199,13 @@ def _title(report: RunReport) -> str:
     each = f", {count(threads, 'thread')} each" if threads is not None else ""
     partitions = count(len(report.devices), "partition")
     rows = count(report.mini_batch_rows, "row")
+    modes = f"checkpoint={report.checkpoint!r}"
+    if report.schedule != "gpipe":
+        modes = f"schedule={report.schedule!r}, {modes}"
     return (
         f"{report.model} on {partitions} ({', '.join(devices)}{each}), "
         f"a mini-batch of {rows} in {count(report.chunks, 'micro-batch')}, "
-        f"checkpoint={report.checkpoint!r}, loss {report.loss}, optimizer {report.optimizer}"
+        f"{modes}, loss {report.loss}, optimizer {report.optimizer}"
     )
 
 

@@ -16,6 +16,8 @@ from gpipebal.cli.words import (
     model_arguments,
     users_own_code,
 )
+from gpipebal.schedule.known import SCHEDULES
+from gpipebal.text import either
 
 __all__ = ["add_run"]
 
@@ -32,6 +34,7 @@ def add_run(commands: Commands) -> None:
         gpipebal run resnet101 --partitions 2
         gpipebal run resnet101 --checkpoint never --rows 64 --chunks 16
         gpipebal run resnet101 --try 3
+        gpipebal run resnet101 --schedule 1f1b --checkpoint never
         gpipebal run gpt --set layers=4 --set width=128 --set heads=4 --set vocabulary=1000
         gpipebal run my_package.my_module:make_model --memory-limit 16GiB --checkpoint auto
         gpipebal run my_package.my_module:make_model --device cuda:0,cuda:1 --json
@@ -50,6 +53,13 @@ def add_run(commands: Commands) -> None:
         help="which micro-batches recompute their activations in the backward: never (none), "
         "except_last (all but the last) or always (all); auto: in each partition the fastest mode "
         "that fits (default: %(default)s)",
+    )
+    run.add_argument(
+        "--schedule",
+        metavar="NAME",
+        default="gpipe",
+        help=f"{either(SCHEDULES)}: 1f1b needs less memory, and the last partition computes the "
+        "loss of each micro-batch (default: %(default)s)",
     )
     run.add_argument(
         "--memory-limit",
@@ -99,6 +109,7 @@ def _run(options: argparse.Namespace) -> None:
             image_size=options.image_size,
             arguments=model_arguments(options),
             checkpoint=options.checkpoint,
+            schedule=options.schedule,
             memory_limit=options.memory_limit,
             steps=options.steps,
             attempts=options.attempts,

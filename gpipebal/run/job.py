@@ -29,7 +29,7 @@ from gpipebal.run.comparison import Measured, train_in_turns
 from gpipebal.run.folder import Folder
 from gpipebal.run.places import choose_places, describe_places, shares_places
 from gpipebal.run.workload import Workload, load_workload
-from gpipebal.schedule import CheckpointMode, check_checkpoint, check_count
+from gpipebal.schedule import CheckpointMode, check_checkpoint, check_count, check_schedule
 from gpipebal.simulator import held_of, memory_over_time
 from gpipebal.timeline import Timeline
 from gpipebal.units import count
@@ -50,6 +50,7 @@ def run(
     image_size: int | None = None,
     arguments: Mapping[str, Any] | None = None,
     checkpoint: CheckpointMode | Literal["auto"] = "except_last",
+    schedule: str = "gpipe",
     memory_limit: Size | Sequence[Size | None] | None = None,
     steps: int = 4,
     attempts: int = 1,
@@ -75,6 +76,8 @@ def run(
         arguments: What a built-in model is built from, by name (see `gpipebal.models.CATALOGUE`),
             or keyword arguments of a function of your own.
         checkpoint: Which micro-batches are recomputed; ``'auto'``: in each partition as few as fit.
+        schedule: ``'gpipe'``, with the loss of the mini-batch after the pipeline; or ``'1f1b'``,
+            with that of each micro-batch inside it.
         memory_limit: Memory of a device, as `solve` takes it; None: no limit.
         steps: Training steps that are timed, after one that is not.
         attempts: How many of the best plans to run for a few steps; the fastest is taken.
@@ -107,11 +110,14 @@ def run(
         check_threads("threads_per_partition", threads_per_partition)
     if checkpoint != "auto":
         check_checkpoint(checkpoint, or_auto=True)
+    schedule = check_schedule(schedule)
     places = choose_places(device, partitions)
     workload = load_workload(
         model, rows=rows, image_size=image_size, seed=seed, chunks=chunks, arguments=arguments
     )
     _check_model(workload, len(places))
+    if schedule != "gpipe":
+        _check_target(workload, schedule)
     limit = check_memory_limit(memory_limit, len(places))
     _check_optimizer(workload)
     on_cpu = places[0].type == "cpu"
@@ -127,7 +133,7 @@ def run(
         places=places,
         threads=threads,
         chunks=chunks,
-        options={"checkpoint": checkpoint, "memory_limit": limit},
+        options={"checkpoint": checkpoint, "schedule": schedule, "memory_limit": limit},
         steps=steps,
         seed=seed,
         folder=folder,
@@ -167,6 +173,19 @@ def _check_model(workload: Workload, n_partitions: int) -> None:
             f"model has fewer layers than partitions: partitions={n_partitions} "
             f"(expected 1..{len(model)}, the number of its layers).\n"
             f"Fix: partitions={len(model)}, or fewer."
+        )
+
+
+def _check_target(workload: Workload, schedule: str) -> None:
+    """Refuse a target of other rows than the sample's, if each micro-batch has a loss."""
+    target, n_rows = workload.target_batch(), workload.batch().count_rows()
+    if target is None or workload.parting.get("target_dims", 0) is None:
+        return
+    if target.count_rows() != n_rows:
+        raise UsageError(
+            f"target cannot be divided into micro-batches, which schedule={schedule!r} needs: it "
+            f"has {count(target.count_rows(), 'row')} (expected {n_rows}, as the sample).\n"
+            "Fix: schedule='gpipe', which takes the loss of the whole mini-batch."
         )
 
 
@@ -294,6 +313,7 @@ class _Job:
             checkpoint=plan.checkpoint
             if isinstance(plan.checkpoint, str)
             else ",".join(plan.modes),
+            schedule=plan.schedule,
             seed=self.seed,
             loss=self.workload.loss_name,
             optimizer=measured.optimizer,

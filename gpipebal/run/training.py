@@ -1,11 +1,12 @@
 """A training step, of the pipeline and of the plain model, and how long it takes.
 
 A step is: clear the gradients, forward, loss, backward, optimizer. The pipeline does it with the
-loss over the whole mini-batch. The plain model does what its users do when a mini-batch does not
-fit: the same micro-batches one after the other, forward, loss and backward of each, with the
-gradients adding up and the loss weighted by rows, then the optimizer. So both normalise batches
-alike, and neither pays for memory that the other avoids. The plain model recomputes nothing: what
-checkpointing costs is part of the comparison.
+loss over the whole mini-batch, or, under 1F1B, with that of each micro-batch inside. The plain
+model does what its users do when a mini-batch does not fit: the same micro-batches one after the
+other, forward, loss and backward of each, with the gradients adding up and the loss weighted by
+rows, then the optimizer. So both normalise batches alike, and neither pays for memory that the
+other avoids. The plain model recomputes nothing: what checkpointing costs is part of the
+comparison.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ __all__ = ["PipelineTrainer", "PlainTrainer", "timed"]
 
 
 class PipelineTrainer:
-    """Trains a pipeline on one mini-batch, again and again."""
+    """Trains a pipeline on one mini-batch, again and again, under the pipeline's schedule."""
 
     def __init__(self, pipe: GPipe, workload: Workload) -> None:
         self.pipe = pipe
+        self.loss_fn, self.target_dims = workload.loss_fn, workload.parting.get("target_dims", 0)
         self.loss = workload.loss
         self.sample, self.keywords = workload.batch().to(pipe.devices[0]).call()
         self.target = workload.target_on(pipe.devices[-1])
@@ -41,8 +43,17 @@ class PipelineTrainer:
     def step(self) -> None:
         """Do one training step."""
         self.optimizer.zero_grad()
-        output = self.pipe(self.sample, **self.keywords)
-        self.loss(output, self.target).backward()
+        if self.pipe.schedule == "gpipe":
+            output = self.pipe(self.sample, **self.keywords)
+            self.loss(output, self.target).backward()
+        else:
+            self.pipe.step(
+                self.sample,
+                target=self.target,
+                loss_fn=self.loss_fn,
+                target_dims=self.target_dims,
+                keywords=self.keywords,
+            )
         self.optimizer.step()
 
 

@@ -22,6 +22,7 @@ from gpipebal.errors import (
     KindError,
     ModelError,
     ProfileError,
+    UnsupportedPlanError,
     UsageError,
 )
 from gpipebal.models import MODELS
@@ -452,6 +453,16 @@ def test_partitions_share_one_cuda_device(tmp_path: Path) -> None:
         ({"steps": 0}, BalanceError, "steps is too small: steps=0"),
         ({"threads_per_partition": 0}, BalanceError, "threads_per_partition=0"),
         ({"checkpoint": "sometimes"}, BalanceError, "checkpoint='sometimes'"),
+        (
+            {"schedule": "zb_h1"},
+            UnsupportedPlanError,
+            r"schedule='zb_h1' \(expected one of 'gpipe', '1f1b'",
+        ),
+        (
+            {"model": "workloads:odd_target", "schedule": "1f1b"},
+            UsageError,
+            r"'1f1b' needs: it has 3 rows \(expected 8, as the sample\)\.\nFix: schedule='gpipe'",
+        ),
         ({"memory_limit": "much"}, BalanceError, "memory_limit.*much"),
         ({"memory_limit": ["1 GiB"] * 3, "partitions": 2}, BalanceError, "len.memory_limit.=3"),
         ({"seed": -1}, UsageError, "seed is out of range: seed=-1"),
@@ -589,11 +600,12 @@ def _momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def _check_same_training(workload: Workload, checkpoint: Any) -> None:
+def _check_same_training(workload: Workload, checkpoint: Any, schedule: str = "gpipe") -> None:
     """Train both for some steps, the plain model first, and compare parameters and buffers."""
     plain_model = copy.deepcopy(workload.model)
     balance = [2, len(workload.model) - 2]
     pipe = GPipe(workload.model, balance, devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
+    pipe.schedule = schedule
     try:
         trainer = PipelineTrainer(pipe, workload)
         plain = PlainTrainer(plain_model, workload, 3, torch.device("cpu"))
@@ -610,7 +622,10 @@ def _check_same_training(workload: Workload, checkpoint: Any) -> None:
 
 @pytest.mark.parametrize("target", ["classes", "values", "none", "one for all"])
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-def test_pipeline_and_plain_model_do_the_same_training(target: str, checkpoint: Any) -> None:
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_pipeline_and_plain_model_do_the_same_training(
+    target: str, checkpoint: Any, schedule: str
+) -> None:
     """After some steps both have the same parameters and buffers, whatever the loss takes."""
     targets: dict[str, tuple[Any, Any]] = {
         "classes": (torch.randint(2, (7,)), nn.CrossEntropyLoss()),
@@ -619,7 +634,10 @@ def test_pipeline_and_plain_model_do_the_same_training(target: str, checkpoint: 
         # Cannot be parted by rows: the loss is then taken once, over all outputs.
         "one for all": (torch.randn(2, dtype=torch.float64), lambda y, t: (y - t).square().mean()),
     }
-    _check_same_training(_workload(*targets[target]), checkpoint)
+    workload = _workload(*targets[target])
+    if target == "one for all" and schedule == "1f1b":
+        workload = replace(workload, parting={"target_dims": None})
+    _check_same_training(workload, checkpoint, schedule)
 
 
 class Halving(nn.Module):
@@ -709,6 +727,29 @@ def test_model_for_an_estimate_has_no_values() -> None:
     assert {p.device.type for p in workload.model.parameters()} == {"meta"}
     assert sum(p.numel() for p in workload.model.parameters()) > 170e9
     assert {workload.sample.device.type, workload.target.device.type} == {"meta"}
+
+
+@BRIEF
+@pytest.mark.parametrize("model", ["tiny", "tiny_with_everything", "tiny_with_dimensions"])
+def test_a_run_under_1f1b_has_the_loss_inside(model: str, tmp_path: Path) -> None:
+    """Plan, training and report are of 1F1B, and the predicted memory is that of its loss."""
+    report = run(
+        f"workloads:{model}", partitions=2, chunks=4, steps=1, schedule="1F1B", checkpoint="never",
+        device="cpu", output=tmp_path, echo=str, progress=False,
+    )  # fmt: skip
+    plan = Plan.load(tmp_path / "plan.json")
+    assert (plan.schedule, plan.loss_inside, report.schedule) == ("1f1b", True, "1f1b")
+    assert "schedule='1f1b', checkpoint='never'" in str(report)
+    assert report.to_dict()["schedule"] == "1f1b"
+    assert report.predicted_step_time == plan.step_time is not None
+    # Forwards and backwards take turns: partition 1 begins its backwards before its last forward.
+    timeline = Timeline.load(tmp_path / "timeline.json")
+    row = [e for e in timeline.events if e.partition == 1 and e.kind in "FB"]
+    kinds = "".join(event.kind for event in sorted(row, key=lambda event: event.start))
+    assert kinds == "FB" * 4
+    for predicted, measured in zip(report.predicted_peak_bytes, report.peak_bytes, strict=True):
+        # With rows along another dimension, gradients with gaps are planned which do not come.
+        assert measured <= predicted <= 1.3 * measured
 
 
 @BRIEF

@@ -74,6 +74,17 @@ def tiny_classifier() -> dict[str, Any]:
     return {"model": model, "sample": sample, "target": torch.randint(3, (ROWS,))}
 
 
+def odd_target() -> dict[str, Any]:
+    """Return the same with a target that all rows have in common."""
+    model, sample = tiny()
+    return {
+        "model": model,
+        "sample": sample,
+        "target": torch.randn(3),
+        "loss_fn": lambda output, target: (output.mean(0) - target).square().mean(),
+    }
+
+
 class Scaled(nn.Module):
     """A linear layer whose output is scaled by what has no rows."""
 
