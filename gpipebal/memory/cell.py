@@ -183,6 +183,11 @@ class Cell:
         return found if self.loss is None else found - self.outputs
 
     @cached_property
+    def freed_last(self) -> Storages:
+        """Storages that its backward needs to the end, or until it comes to earlier layers."""
+        return self.entering.union(*(layer.saved for layer in self.own_layers[:-1]))
+
+    @cached_property
     def ties(self) -> Ties:
         """What its layers share of their parameters, with each other and with other partitions."""
         return Ties(self.profile, self.first, self.end)

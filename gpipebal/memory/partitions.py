@@ -34,7 +34,7 @@ from gpipebal.units import count
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["cells_of", "memory_of_cells", "optimizer_peak", "partition_memory"]
+__all__ = ["cells_of", "memory_of_cell", "memory_of_cells", "optimizer_peak", "partition_memory"]
 
 
 def partition_memory(
@@ -111,25 +111,40 @@ def memory_of_cells(
     cells: Sequence[Cell], order: Order, timeline: Timeline | None = None, *, gradients_exist: bool
 ) -> tuple[PeakMemory, ...]:
     """Predict the peak memory of partitions whose cells are known; see `partition_memory`."""
-    chunks = 1 + int(order.micro_batches.max(initial=0))
     waiting = Waiting(cells, order, timeline, pause=cells[-1].loss is None)
-    peaks = []
-    for j, cell in enumerate(cells):
-        own = slice(*order.offsets[j : j + 2].tolist())
-        row = order.kinds[own], order.micro_batches[own]
-        moments = _highest_moments(cell, *row, waiting.of_row(j), chunks, gradients_exist)
-        highest = max(moments, key=height)
-        peaks.append(
-            replace(
-                cell.fixed,
-                gradients=highest.gradients + (cell.ties.summed_apart if gradients_exist else 0),
-                activations=highest.activations,
-                transient=highest.transient,
-                outputs=highest.outputs,
-                waiting=highest.waiting,
-            )
-        )
-    return tuple(peaks)
+    return tuple(
+        _peak_of_row(cell, order, j, waiting, gradients_exist) for j, cell in enumerate(cells)
+    )
+
+
+def memory_of_cell(
+    cells: Sequence[Cell], order: Order, j: int, *, gradients_exist: bool
+) -> PeakMemory:
+    """Predict the peak memory of partition j alone, whatever times its actions take.
+
+    Of later partitions only their ends and the loss count.
+    """
+    waiting = Waiting(cells, order, None, pause=cells[-1].loss is None)
+    return _peak_of_row(cells[j], order, j, waiting, gradients_exist)
+
+
+def _peak_of_row(
+    cell: Cell, order: Order, j: int, waiting: Waiting, gradients_exist: bool
+) -> PeakMemory:
+    """Walk through row j of an order; return the highest moment."""
+    chunks = 1 + int(order.micro_batches.max(initial=0))
+    own = slice(*order.offsets[j : j + 2].tolist())
+    row = order.kinds[own], order.micro_batches[own]
+    moments = _highest_moments(cell, *row, waiting.of_row(j), chunks, gradients_exist)
+    highest = max(moments, key=height)
+    return replace(
+        cell.fixed,
+        gradients=highest.gradients + (cell.ties.summed_apart if gradients_exist else 0),
+        activations=highest.activations,
+        transient=highest.transient,
+        outputs=highest.outputs,
+        waiting=highest.waiting,
+    )
 
 
 def _check_timeline(timeline: Timeline, n_partitions: int, chunks: int) -> None:

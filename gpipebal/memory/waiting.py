@@ -284,11 +284,10 @@ def _most(stream: Stream, j: int) -> int:
 def _let_go(cell: Cell, storages: Storages) -> Iterator[tuple[bool, Storages]]:
     """Divide what a cell's graph holds by when its backward frees it: at its end, or earlier.
 
-    What only the last layer has saved is freed soon after the backward has begun.
+    What only the last layer has saved is freed soon after the backward has begun; see `Cell`.
     """
-    early = cell.entering.union(*(layer.saved for layer in cell.own_layers[:-1]))
-    yield True, storages & early
-    yield False, storages - early
+    yield True, storages & cell.freed_last
+    yield False, storages - cell.freed_last
 
 
 def _kept_for_recompute(cell: Cell, other: Cell, taker: int, handed: Storages) -> Iterator[Stream]:

@@ -13,14 +13,11 @@ from functools import lru_cache
 from itertools import pairwise, product
 from typing import NamedTuple
 
-from gpipebal.memory.cell import Cell
-from gpipebal.memory.loss import loss_of_micro_batch
-from gpipebal.memory.partitions import memory_of_cells
 from gpipebal.plan import Plan
 from gpipebal.planner.execution import Way
 from gpipebal.planner.plans import plan_of_split, value_of
 from gpipebal.planner.posing import Posed
-from gpipebal.planner.times import order_for
+from gpipebal.planner.search.row_peaks import RowPeaks
 from gpipebal.problem import Rules
 from gpipebal.schedule import CHECKPOINT_MODES
 from gpipebal.solvers.deadline import NO_DEADLINE, Deadline
@@ -71,9 +68,10 @@ class Descent:
 
     Args:
         posed: The question.
+        rows: What is known about the memory of partitions; None: nothing.
     """
 
-    def __init__(self, posed: Posed) -> None:
+    def __init__(self, posed: Posed, rows: RowPeaks | None = None) -> None:
         question = posed.question
         if question.cost is not None:
             # The caller's own cost may take long, and changes have most of their runs in common.
@@ -81,8 +79,8 @@ class Descent:
             posed = replace(posed, question=question)
         self._posed, self._question = posed, question
         self._is_peak = posed.question.minimised == "peak_memory"
-        self._loss = loss_of_micro_batch(posed.profile) if posed.question.loss_inside else None
-        self._cells: dict[tuple[int, int], Cell] = {}
+        self._rows = RowPeaks(posed) if rows is None else rows
+        self._walked: set[tuple[int, int]] = set()
         self._walks_left = float(_MOST_WALKS)
 
     def from_here(self, way: Way, deadline: Deadline, *, same_cuts: bool = False) -> Found | None:
@@ -203,20 +201,11 @@ class Descent:
         if self._posed.problem.memory is None:
             return []
         self._walks_left -= len(way.modes)
-        execution = self._posed.execution(way)
-        cells = [self._cell(start, end) for start, end in pairwise(way.bounds)]
-        order = order_for(execution.schedule, len(cells), execution.chunks, execution.checkpoint)
-        peaks = memory_of_cells(cells, order, gradients_exist=execution.gradients_exist)
-        return [peak.total for peak in peaks]
-
-    def _cell(self, start: int, end: int) -> Cell:
-        """Describe the cells of a run of layers, once."""
-        if (start, end) not in self._cells:
-            profile, shared = self._posed.profile, self._question.shared_memory
-            loss = self._loss if end == profile.n_layers else None
-            self._cells[start, end] = Cell(profile, start, end, loss, shared)
-            self._walks_left -= _LAYER * (end - start)
-        return self._cells[start, end]
+        for run in pairwise(way.bounds):
+            if run not in self._walked:
+                self._walked.add(run)
+                self._walks_left -= _LAYER * (run[1] - run[0])
+        return [self._rows.peak(j, way.bounds, way.modes) for j in range(len(way.modes))]
 
     def _changed(self, way: Way, same_cuts: bool) -> Iterator[Way]:
         """Yield the ways that differ by one change.
