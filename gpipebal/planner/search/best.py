@@ -19,6 +19,8 @@ from gpipebal.planner.search.best_way import best_way
 from gpipebal.planner.search.descent import Descent, Found
 from gpipebal.planner.search.lower_bounds import quick_bound_of
 from gpipebal.planner.search.lower_limits import under_lower_limits
+from gpipebal.planner.search.remaining import proven
+from gpipebal.planner.search.row_peaks import RowPeaks
 from gpipebal.planner.search.solved import solved
 from gpipebal.problem import Device, Problem
 from gpipebal.solvers import Split, iter_best_splits
@@ -61,7 +63,8 @@ def best_of(posed: Posed, *, thorough: bool = True) -> Best:
     all, the plan that is found exceeds a limit, or its peak is higher than what was minimised. Then
     all ways are tried if they are few. If they are many, a search by small changes begins at that
     plan, and at others: at those found under lower and lower limits, and with the most that can
-    wait. The next best splits are tried, too. The gap tells between which values the best plan is.
+    wait. The next best splits are tried, too. At last all that could still be better is gone through,
+    as far as that is quick. The gap tells between which values the best plan is.
 
     Time that is up ends the search for better plans. As long as none is known that fits, all of
     this is tried all the same, but each search on the way returns the first split that it finds.
@@ -79,14 +82,15 @@ def best_of(posed: Posed, *, thorough: bool = True) -> Best:
     if found.lower_bound < found.value:
         # A solver that is out of time may have a worse bound than this quick one.
         found = found.with_bound(max(found.lower_bound, quick_bound_of(posed)))
-    plan = plan_of_split(posed, found)
+    plan, rows = plan_of_split(posed, found), RowPeaks(posed)
     is_peak = question.minimised == "peak_memory"
     if fits(plan) and (plan.value <= plan.lower_bound or not is_peak):
         if plan.gap and posed.problem.is_limited:
-            plan = _descended(posed, found, [Way.of(plan)], deadline) or plan
+            plan = _descended(rows, found, [Way.of(plan)], deadline) or plan
+            plan = proven(rows, plan, deadline)
         return Best(plan, plan.lower_bound)
     starts = _starts(posed, found, plan, deadline) if thorough else [Way.of(plan)]
-    descended = partial(_descended, posed, found, starts, deadline)
+    descended = partial(_descended, rows, found, starts, deadline)
     ways = all_ways(posed, _MOST_PEAK_WAYS if is_peak else MOST_WAYS)
     if ways is not None:
         return Best(*best_way(posed, ways, found, deadline, descended))
@@ -96,19 +100,18 @@ def best_of(posed: Posed, *, thorough: bool = True) -> Best:
         if best is None or (best.value > bound and n_places <= _FEW_PLACES):
             best, bound = _among_next(posed, best, bound, deadline)
         if best is None and not math.isinf(bound):
-            best = _by_least_peak(posed, found, deadline)
+            best = _by_least_peak(rows, found, deadline)
     if best is None:
         return Best(None, bound)
-    bound = min(bound, best.value)
-    best = best.with_bound(bound)
-    return Best(best if is_peak else _noted(best), bound)
+    best = proven(rows, best.with_bound(bound), deadline)
+    return Best(best if is_peak else _noted(best), best.lower_bound)
 
 
 def _descended(
-    posed: Posed, split: Split, starts: Iterable[Way], deadline: Deadline
+    rows: RowPeaks, split: Split, starts: Iterable[Way], deadline: Deadline
 ) -> Plan | None:
     """Return the best plan that fits of those that small changes lead to; None: none fits."""
-    descent, bound = Descent(posed), split.lower_bound
+    descent, bound = Descent(rows.posed, rows), split.lower_bound
     best: Found | None = None
     for start in starts:
         found = descent.from_here(start, deadline)
@@ -122,7 +125,7 @@ def _descended(
         return None
     value = best.standing.value
     changed = best.way.split(value, min(bound, value), split.method)
-    return plan_of_split(posed, changed).with_bound(min(bound, value))
+    return plan_of_split(rows.posed, changed).with_bound(min(bound, value))
 
 
 def _starts(posed: Posed, split: Split, plan: Plan, deadline: Deadline) -> Iterator[Way]:
@@ -152,10 +155,10 @@ def _solved_again(posed: Posed, problem: Problem, deadline: Deadline) -> Split |
         return None  # HiGHS found nothing in time; there is another answer
 
 
-def _by_least_peak(posed: Posed, split: Split, deadline: Deadline) -> Plan | None:
+def _by_least_peak(rows: RowPeaks, split: Split, deadline: Deadline) -> Plan | None:
     """Begin at the plan with the least peak memory; None: nothing fits there either."""
-    least = least_peak_plan(posed)
-    plan = None if least is None else _descended(posed, split, [Way.of(least)], deadline)
+    least = least_peak_plan(rows.posed)
+    plan = None if least is None else _descended(rows, split, [Way.of(least)], deadline)
     return None if plan is None else replace(plan, notes=(*plan.notes, _BY_PEAK))
 
 

@@ -11,7 +11,7 @@ from gpipebal.problem.costs import least_sums
 from gpipebal.simulator import weight_shares
 from gpipebal.solvers.bisection import largest_layer
 
-__all__ = ["lower_bound_of", "quick_bound_of"]
+__all__ = ["lower_bound_of", "parts_of_bound", "quick_bound_of"]
 
 
 def lower_bound_of(problem: Problem) -> float:
@@ -24,6 +24,17 @@ def lower_bound_of(problem: Problem) -> float:
         >>> lower_bound_of(Problem([1, 3], [2, 6], [1, 3], 2, chunks=3))
         36
     """
+    once, slowest = parts_of_bound(problem)
+    return problem.to_time(once + (problem.chunks - 1) * sum(slowest))
+
+
+def parts_of_bound(problem: Problem) -> tuple[int, list[int]]:
+    """Bound what every split passes once, and its slowest forward and backward phase.
+
+    Example:
+        >>> parts_of_bound(Problem([1, 3], [2, 6], [1, 3], 2, chunks=3))
+        (12, [3, 9])
+    """
     costs, modes = problem.costs, problem.modes
     forward, backward, _ = map(least_sums, zip(*costs.types, strict=True))
     phases = [forward, backward]
@@ -33,8 +44,7 @@ def lower_bound_of(problem: Problem) -> float:
     slowest = [
         max(largest_layer(sums, sums), -(-sums[-1] // problem.n_partitions)) for sums in phases
     ]
-    once = forward[-1] + backward[-1]
-    return problem.to_time(once + (problem.chunks - 1) * sum(slowest))
+    return forward[-1] + backward[-1], slowest
 
 
 def quick_bound_of(posed: Posed) -> float:

@@ -1,0 +1,231 @@
+"""All that could still be better than a plan, gone through: the last step to a proof.
+
+Bounds of single runs leave a gap where only all cuts tell how much waits. But once a plan is known,
+they exclude many runs: see `left_runs`. The ways that are left are gone through from the left,
+partition by partition. How much waits in one of them for later ones depends on how many these have
+to pass it on, which are fewest if each gets as many layers as it may. So a partition's peak is
+bounded as soon as its own layers are known, and exact when those are that take what it makes.
+
+If none of the ways is better, the plan is the best. If there are too many, the same is tried with
+lower goals: that no way is below a value between the bound and the plan's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import ceil
+from typing import NamedTuple
+
+from gpipebal.plan import Plan
+from gpipebal.planner.execution import Way
+from gpipebal.planner.plans import plan_of_split, value_of
+from gpipebal.planner.schedules.costs import ScheduleCosts
+from gpipebal.planner.schedules.lower_bound import rows_of
+from gpipebal.planner.search.all_ways import device_orders
+from gpipebal.planner.search.left_runs import LeftRuns, units_below
+from gpipebal.planner.search.lower_bounds import parts_of_bound
+from gpipebal.planner.search.row_peaks import RowPeaks
+from gpipebal.planner.times import order_for
+from gpipebal.schedule import CHECKPOINT_MODES, Checkpoint, CheckpointMode, modes_of
+from gpipebal.simulator import weight_shares
+from gpipebal.solvers.deadline import Deadline
+
+__all__ = ["proven"]
+
+#: How many walks through a partition's row of the schedule a proof may take, ...
+_MOST_WALKS = 1_200
+#: ... where looking at the beginning of a way takes as long as this part of one; a row that is
+#: simulated as this; and a set of ends as this, where runs have a bound of their own or not.
+_LOOK, _ROW, _BOUNDED_SET, _SET = 1 / 25, 1 / 4, 1 / 30, 1 / 300
+#: Which share of the walks that are left each goal may take: at first the plan's value; if there
+#: are too many ways, lower ones; at last the plan's value again, of which more is known by then.
+_SHARES = (1 / 2, *(1 / 4,) * 5, 1)
+#: Up to this many orders of the devices are gone through.
+_MOST_ORDERS = 24
+#: Simulated times that differ by this fraction may be equal: sums are rounded.
+_ROUNDING = 1e-12
+
+
+def proven(rows: RowPeaks, plan: Plan, deadline: Deadline) -> Plan:
+    """Prove that no plan is better, or find one that is; or raise the bound as far as is quick.
+
+    Args:
+        rows: The question, and what is known about the memory of partitions.
+        plan: A plan that fits.
+        deadline: When it is up, nothing more is looked at.
+
+    Returns:
+        The plan, or a better one, with a bound that is not below the plan's.
+
+    Complexity:
+        That of `LeftRuns` for each goal, and up to `_MOST_WALKS` walks through rows.
+
+    Source:
+        Land and Doig, "An Automatic Method of Solving Discrete Programming Problems", Econometrica
+        28(3), 1960: branch and bound. Here a branch is the end of one more partition, and its mode.
+    """
+    posed = rows.posed
+    orders = device_orders(posed, _MOST_ORDERS)
+    if not plan.gap or orders is None or posed.question.cost is not None:
+        return plan
+    going = _Going(rows, deadline)
+    low, high, goal = plan.lower_bound, plan.value, plan.value
+    for share in _SHARES:
+        better, is_done = going.through(orders, plan.value if share == 1 else goal, share)
+        if better is not None:
+            value, way = better
+            plan = plan_of_split(posed, way.split(value, min(low, value), plan.method))
+            high = min(high, plan.value)
+        if is_done and (goal >= plan.value or share == 1):
+            return plan.with_bound(plan.value)
+        if is_done:
+            # Below a lower goal nothing is left, to within the rounding of simulated times.
+            low = max(low, going.surely_below(goal))
+            high = plan.value if goal >= high else high
+        else:
+            high = min(goal, high)
+        goal = (low + high) / 2
+        if posed.question.minimised == "peak_memory":
+            goal = ceil(goal)
+    return plan.with_bound(min(low, plan.value))
+
+
+class _Beginning(NamedTuple):
+    """The first partitions of a way: their bounds and modes, the slowest forward and backward."""
+
+    bounds: tuple[int, ...]
+    modes: tuple[CheckpointMode, ...]
+    forward: int
+    backward: int
+
+
+class _Going:
+    """Goes through ways that are left.
+
+    Args:
+        rows: The question, and what is known about the memory of partitions.
+        deadline: When it is up, nothing more is looked at.
+    """
+
+    def __init__(self, rows: RowPeaks, deadline: Deadline) -> None:
+        self._rows, posed = rows, rows.posed
+        self._posed, self._question, self._problem = posed, posed.question, posed.problem
+        self._deadline = deadline
+        question = posed.question
+        self._is_peak = question.minimised == "peak_memory"
+        self._has_phases = question.schedule == "gpipe" and question.minimised == "makespan"
+        self._once, self._slowest = parts_of_bound(posed.problem)
+        is_auto = question.checkpoint == "auto"
+        asked: Checkpoint = "never" if question.checkpoint == "auto" else question.checkpoint
+        self._modes = modes_of(asked, posed.problem.n_partitions)
+        self._open_modes = CHECKPOINT_MODES if is_auto else tuple(dict.fromkeys(self._modes))
+        self._walks_left, self._kept = _MOST_WALKS + rows.n_walks, 0.0
+        n_sets = posed.problem.n_layers * len(self._modes) * len(self._open_modes)
+        self._for_sets = n_sets * (_BOUNDED_SET if question.is_searched else _SET)
+
+    def surely_below(self, goal: float) -> float:
+        """Return what a value has to be below, so that it is below a goal however it is rounded."""
+        return goal * (1 - _ROUNDING) if self._question.is_searched else goal
+
+    def through(
+        self, orders: Sequence[tuple[int, ...]], goal: float, share: float
+    ) -> tuple[tuple[float, Way] | None, bool]:
+        """Look for ways whose value is below a goal.
+
+        Args:
+            orders: Orders of the devices.
+            goal: The value.
+            share: How much of what is left of the walks may be used.
+
+        Returns:
+            The best that was found with its value, if any; and whether no other is below the goal.
+        """
+        best: tuple[float, Way] | None = None
+        self._kept = (1 - share) * (self._walks_left - self._rows.n_walks)
+        for order in orders:
+            self._walks_left -= self._for_sets
+            if self._is_out:
+                return best, False
+            for value, way in self._better(order, goal):
+                best, goal = (value, way), value
+            if self._is_out:
+                return best, False
+        return best, True
+
+    @property
+    def _is_out(self) -> bool:
+        return self._walks_left - self._rows.n_walks < self._kept or self._deadline.is_up
+
+    def _better(self, order: tuple[int, ...], goal: float) -> Iterator[tuple[float, Way]]:
+        """Yield better and better ways to run the chain on devices in an order."""
+        left = self._left(order, goal)
+        waiting = [_Beginning((0,), (), *self._slowest)]
+        while waiting and not self._is_out:
+            now = waiting.pop()
+            self._walks_left -= _LOOK
+            if self._is_slow(now, goal) or not self._fits(now, left, order, goal):
+                continue
+            j = len(now.modes)
+            if j < len(order):
+                waiting += self._continued(now, left, order[j])
+                continue
+            way = Way(now.bounds, now.modes, order)
+            value = self._value_of(way)
+            if value < self.surely_below(goal):
+                yield value, way
+                goal = value
+
+    def _left(self, order: tuple[int, ...], goal: float) -> LeftRuns:
+        if not self._question.is_searched:
+            return LeftRuns(self._posed, order, goal)
+        schedule, problem, n = self._question.schedule, self._problem, len(order)
+        actions = {mode: order_for(schedule, n, problem.chunks, mode) for mode in self._open_modes}
+        shares = weight_shares(self._posed.profile)
+        costs = ScheduleCosts(problem, actions[self._open_modes[0]], order, shares)
+        relaxed = {
+            mode: replace(costs.relaxed, rows=rows_of(rows)) for mode, rows in actions.items()
+        }
+        most = costs.to_units(self.surely_below(goal))
+        return LeftRuns(self._posed, order, goal, relaxed, most)
+
+    def _continued(self, now: _Beginning, left: LeftRuns, device: int) -> Iterator[_Beginning]:
+        """Yield a beginning with one more partition."""
+        costs, start = self._problem.costs, now.bounds[-1]
+        for mode, sets in left.ends[len(now.modes)].items():
+            ends = sets[start]
+            while ends:
+                end = ends.bit_length() - 1
+                ends ^= 1 << end
+                forward, backward = now.forward, now.backward
+                if self._has_phases:
+                    part = costs.part(start, end, device, mode)
+                    forward = max(forward, part.forward)
+                    backward = max(backward, part.backward + part.recompute)
+                yield _Beginning((*now.bounds, end), (*now.modes, mode), forward, backward)
+
+    def _is_slow(self, now: _Beginning, goal: float) -> bool:
+        """Whether GPipe's makespan is not below the goal, however a way goes on."""
+        repeated = (self._problem.chunks - 1) * (now.forward + now.backward)
+        units = units_below(self._problem.scale, goal)
+        return self._has_phases and self._once + repeated > units
+
+    def _value_of(self, way: Way) -> float:
+        if self._is_peak:
+            return max(self._rows.peak(j, *way[:2]) for j in range(len(way.order)))
+        self._walks_left -= _ROW * len(way.order) if self._question.is_searched else 0
+        value = value_of(self._posed, way)
+        assert value is not None
+        return value
+
+    def _fits(self, now: _Beginning, left: LeftRuns, order: tuple[int, ...], goal: float) -> bool:
+        """Whether partitions keep their limits, with the least that waits for later ones."""
+        bounds = (*now.bounds, *left.after(now.bounds))
+        for j in reversed(range(len(now.modes))):
+            limit = self._problem.limits[order[j]]
+            if limit is None and not self._is_peak:
+                continue
+            peak = self._rows.peak(j, bounds, now.modes)
+            if (limit is not None and peak > limit) or (self._is_peak and peak >= goal):
+                return False
+        return True
