@@ -63,8 +63,8 @@ def best_of(posed: Posed, *, thorough: bool = True) -> Best:
     all, the plan that is found exceeds a limit, or its peak is higher than what was minimised. Then
     all ways are tried if they are few. If they are many, a search by small changes begins at that
     plan, and at others: at those found under lower and lower limits, and with the most that can
-    wait. The next best splits are tried, too. At last all that could still be better is gone through,
-    as far as that is quick. The gap tells between which values the best plan is.
+    wait. The next best splits are tried, too. At last all that could still be better is gone
+    through, as far as that is quick. The gap tells between which values the best plan is.
 
     Time that is up ends the search for better plans. As long as none is known that fits, all of
     this is tried all the same, but each search on the way returns the first split that it finds.
