@@ -37,6 +37,7 @@ class LeftRuns:
         relaxed: What runs cost at the least under the schedule, by their modes; None: the schedule
             is GPipe's, or its time is not what is minimised.
         most: The most that this may be.
+        known: What is known of runs that fit, with `relaxed`: the same for all goals.
 
     Complexity:
         O(n^2 / 64) for n layers, for each mode and partition; where runs have costs under the
@@ -50,6 +51,7 @@ class LeftRuns:
         goal: float,
         relaxed: Mapping[CheckpointMode, Relaxed] | None = None,
         most: int = 0,
+        known: dict[object, list[int]] | None = None,
     ) -> None:
         self._question, self._problem, self._goal = posed.question, posed.problem, goal
         problem, question, memory = posed.problem, posed.question, posed.problem.memory
@@ -63,7 +65,7 @@ class LeftRuns:
         #: For each partition and first layer, the furthest end; and that of all layers up to it.
         self._far: list[list[int]] = []
         self._reach: list[list[int]] = []
-        known: dict[object, list[int]] = {}
+        known = {} if known is None else known
         labels, alive = memory.labels(n), 1 << self._n_layers
         for j in reversed(range(n)):
             sets, device = {}, order[j]

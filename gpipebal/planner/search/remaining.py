@@ -37,7 +37,7 @@ __all__ = ["proven"]
 _MOST_WALKS = 1_200
 #: ... where looking at the beginning of a way takes as long as this part of one; a row that is
 #: simulated as this; and a set of ends as this, where runs have a bound of their own or not.
-_LOOK, _ROW, _BOUNDED_SET, _SET = 1 / 25, 1 / 4, 1 / 30, 1 / 300
+_LOOK, _ROW, _BOUNDED_SET, _SET = 1 / 25, 1 / 4, 1 / 100, 1 / 300
 #: Which share of the walks that are left each goal may take: at first the plan's value; if there
 #: are too many ways, lower ones; at last the plan's value again, of which more is known by then.
 _SHARES = (1 / 2, *(1 / 4,) * 5, 1)
@@ -120,6 +120,7 @@ class _Going:
         asked: Checkpoint = "never" if question.checkpoint == "auto" else question.checkpoint
         self._modes = modes_of(asked, posed.problem.n_partitions)
         self._open_modes = CHECKPOINT_MODES if is_auto else tuple(dict.fromkeys(self._modes))
+        self._fitting: dict[object, list[int]] = {}
         self._walks_left, self._kept = _MOST_WALKS + rows.n_walks, 0.0
         n_sets = posed.problem.n_layers * len(self._modes) * len(self._open_modes)
         self._for_sets = n_sets * (_BOUNDED_SET if question.is_searched else _SET)
@@ -136,22 +137,20 @@ class _Going:
         Args:
             orders: Orders of the devices.
             goal: The value.
-            share: How much of what is left of the walks may be used.
+            share: How much of the walks that are left, but for sets, may be used.
 
         Returns:
             The best that was found with its value, if any; and whether no other is below the goal.
         """
         best: tuple[float, Way] | None = None
-        self._kept = (1 - share) * (self._walks_left - self._rows.n_walks)
+        self._walks_left -= self._for_sets * len(orders)
+        self._kept = (1 - share) * max(0, self._walks_left - self._rows.n_walks)
         for order in orders:
-            self._walks_left -= self._for_sets
             if self._is_out:
                 return best, False
             for value, way in self._better(order, goal):
                 best, goal = (value, way), value
-            if self._is_out:
-                return best, False
-        return best, True
+        return best, not self._is_out
 
     @property
     def _is_out(self) -> bool:
@@ -187,7 +186,7 @@ class _Going:
             mode: replace(costs.relaxed, rows=rows_of(rows)) for mode, rows in actions.items()
         }
         most = costs.to_units(self.surely_below(goal))
-        return LeftRuns(self._posed, order, goal, relaxed, most)
+        return LeftRuns(self._posed, order, goal, relaxed, most, self._fitting)
 
     def _continued(self, now: _Beginning, left: LeftRuns, device: int) -> Iterator[_Beginning]:
         """Yield a beginning with one more partition."""
