@@ -19,6 +19,8 @@ TRIAL_STEPS, TRIAL_PART = 4, 0.5
 #: Without a timeout: least and most seconds for the repeats, where steps are short or long.
 LEAST_SECONDS = 2.0
 MOST_SECONDS = 60.0
+#: Where steps are short, the trial has this many, up to these seconds, which all can wait for.
+MANY_STEPS, FEW_SECONDS = 50, 10.0
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ class Conduct:
         """Return the seconds for the trial."""
         if self.limit is not None:
             return TRIAL_PART * self.limit
-        most = TRIAL_PART * MOST_SECONDS
-        return _within(TRIAL_STEPS * step_seconds, LEAST_TRIAL_SECONDS, most)
+        least = _within(MANY_STEPS * step_seconds, LEAST_TRIAL_SECONDS, FEW_SECONDS)
+        return _within(TRIAL_STEPS * step_seconds, least, TRIAL_PART * MOST_SECONDS)
 
 
 def _within(seconds: float, least: float, most: float) -> float:

@@ -134,10 +134,11 @@ def profile_model(
             kind of work, such as forwards, this does not change how layers compare. Ignored on
             CUDA, and where each layer is measured alone.
         timeout: Approximate seconds for the repeats; the steps as a pipeline take half of it. None:
-            the whole profile costs about as much as ten training steps. The repeats then have six
-            of these (ten where nothing runs as a pipeline), at least 2 seconds and at most 60, less
-            the time that was used before them, but half of it at least; and the steps as a pipeline
-            have four, at least 3 seconds and at most 30. Each layer is measured at least once.
+            the whole profile costs about as much as ten training steps, or some seconds where these
+            are short. The repeats then have six of them (ten where nothing runs as a pipeline), at
+            least 2 seconds and at most 60, less the time that was used before them, but half of it
+            at least; and the steps as a pipeline have four, at most 30 seconds, or up to fifty in
+            3 to 10 seconds. Each layer is measured at least once.
         progress: Show a progress bar; None: only on a terminal.
 
     Returns:

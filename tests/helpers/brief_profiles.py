@@ -14,4 +14,5 @@ def make_brief() -> None:
     They do all that they do, but as often as nobody is waiting for: no test asserts a time.
     """
     conduct.LEAST_SECONDS = conduct.LEAST_TRIAL_SECONDS = 0.05
+    conduct.MANY_STEPS = 1
     trial.OVERHEAD_ROUNDS = trial.TURN_STEPS = 1

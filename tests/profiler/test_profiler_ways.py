@@ -399,7 +399,13 @@ def test_the_timeout_bounds_the_repeats() -> None:
 @pytest.mark.parametrize("tries", [False, True])
 @pytest.mark.parametrize(
     ("step", "to_measure", "to_measure_and_try"),
-    [(1.0, 10.0, (6.0, 4.0)), (1e-3, 2.0, (2.0, 3.0)), (60.0, 60.0, (60.0, 30.0))],
+    [
+        (1.0, 10.0, (6.0, 10.0)),
+        (0.1, 2.0, (2.0, 5.0)),
+        (1e-3, 2.0, (2.0, 3.0)),
+        (5.0, 50.0, (30.0, 20.0)),
+        (60.0, 60.0, (60.0, 30.0)),
+    ],
 )
 def test_the_default_is_about_ten_steps(
     timeout: float | None,
@@ -415,6 +421,7 @@ def test_the_default_is_about_ten_steps(
     """
     monkeypatch.setattr(conduct, "LEAST_SECONDS", 2.0)  # tests do not wait so long
     monkeypatch.setattr(conduct, "LEAST_TRIAL_SECONDS", 3.0)
+    monkeypatch.setattr(conduct, "MANY_STEPS", 50)
     cpu = torch.device("cpu")
     counts: dict[str, Any] = {"rows": (), "n_partitions": 2, "side_by_side": 2, "n_threads": 1}
     how: dict[str, Any] = {"alone": False, "share": False, "as_pipeline": tries, "progress": False}

@@ -52,12 +52,12 @@ __all__ = [
     "run_trial",
 ]
 
-#: Rounds, after each way of running has warmed up; more where they take less than these seconds.
+#: Rounds; more where they take less than these seconds.
 MOST_ROUNDS = 8
 #: The speed of partitions that work side by side changes every few tenths of a second.
 LEAST_TRIAL_SECONDS = 3.0
-#: Steps that count in each way's turn. The one before them does not: it finds in the caches what
-#: another cut left there. Where that takes too long, see `_turn_of`.
+#: Steps that count in each way's turn, if there is time. The one before them does not: it warms up,
+#: and finds in the caches and in the allocator what another cut left there.
 TURN_STEPS = 3
 #: Steps of the pipeline that does next to nothing.
 OVERHEAD_ROUNDS = 6
@@ -127,7 +127,7 @@ class _Way(Traced):
 
 
 def chunks_in_time(profile: Profile, n_partitions: int, chunks: int, seconds: float) -> int:
-    """Return how many micro-batches a trial may have, so that each way can run in time, twice.
+    """Return how many micro-batches a trial may have, so that every way has its turn in time.
 
     Args:
         profile: What was measured, layer by layer.
@@ -139,17 +139,19 @@ def chunks_in_time(profile: Profile, n_partitions: int, chunks: int, seconds: fl
         Where even the fewest take longer, these: `LEAST_PER_PARTITION` for each partition.
     """
     n = min(n_partitions, profile.n_layers)
-    times = sums_of_layers(profile, (profile.n_layers,))
-    forward, without_graph, recompute, backward = (times[name][0] for name in KINDS)
+    least = min(chunks, LEAST_PER_PARTITION * n)
+    fitting = (m for m in range(chunks, least, -1) if 2 * _seconds_once(profile, n, m) <= seconds)
+    return next(fitting, least)
+
+
+def _seconds_once(profile: Profile, n_partitions: int, chunks: int) -> float:
+    """Return about how long it takes to run every way once: in n partitions, and in one."""
+    sums = sums_of_layers(profile, (profile.n_layers,))
+    forward, without_graph, recompute, backward = (sums[name][0] for name in KINDS)
     forwards = {"never": forward, "always": without_graph + recompute}
     cells = sum(forwards[mode] + backward for mode, _ in _HOW)
-
-    def seconds_of(m: int) -> float:
-        """Of all ways once: in n partitions, and in one."""
-        return cells * ((m + n - 1) / n + (m if n > 1 < m else 0))
-
-    least = min(chunks, LEAST_PER_PARTITION * n)
-    return next((m for m in range(chunks, least, -1) if 2 * seconds_of(m) <= seconds), least)
+    n = n_partitions
+    return cells * ((chunks + n - 1) / n + (chunks if n > 1 < chunks else 0))
 
 
 def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
@@ -158,7 +160,7 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
     Args:
         profile: What was measured, layer by layer.
         setting: What to run.
-        seconds: About how long; every way of running warms up, and has at least one step more.
+        seconds: About how long; every way of running has at least two steps, of which one counts.
 
     Returns:
         What the trial told. Errors of a layer or the loss are passed on.
@@ -172,26 +174,24 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
         cuts.append([profile.n_layers])
     loss = _NoLoss()
     elsewhere = _elsewhere(profile)
+    once = _seconds_once(profile, n, setting.chunks)
+    n_steps = min(TURN_STEPS, max(1, int(seconds / once) - 1)) if once else TURN_STEPS
     ways: list[_Way] = []
-    started = time.perf_counter()
+    started, rounds, limit = time.perf_counter(), 0, seconds
     try:
         for cut in cuts:
-            for mode, inside in _HOW:
-                if inside and not any(loss.used):
-                    continue
-                way = _way_of(module, cut, mode, inside, setting, loss)
-                ways.append(way)
-                way.run(setting)  # warms up: threads are started, facts about layers found out
-                way.steps.clear()
-        once = time.perf_counter() - started
-        settles, n_steps = _turn_of(once, seconds - once)
-        rounds, limit = 0, seconds
-        while not rounds or time.perf_counter() < started + limit:
+            ways += [_way_of(module, cut, mode, inside, setting, loss) for mode, inside in _HOW]
+        # As long as another round is likely to fit.
+        while not rounds or (time.perf_counter() - started) * (rounds + 1) <= limit * rounds:
             for group in _in_turns(ways):
-                for way in group * settles:
-                    way.run(setting, elsewhere)
-                    way.steps.pop()
-                for way in group * n_steps:
+                running: list[_Way] = []
+                for way in group:
+                    # The first way of all tells whether there is something to train.
+                    if any(loss.used) or not way.inside:
+                        way.run(setting, elsewhere)
+                        way.steps.pop()
+                        running.append(way)
+                for way in running * n_steps:
                     way.run(setting, elsewhere)
             rounds += 1
             if rounds >= MOST_ROUNDS:
@@ -201,24 +201,8 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
             way.pipe.close()
             for parameter in way.pipe.parameters():
                 parameter.grad = None
-    return read_trial(profile, balance, setting.chunks, rounds, ways, overheads, of_loss)
-
-
-def _turn_of(once: float, left: float) -> tuple[bool, int]:
-    """Return whether a turn has a step that does not count, and how many steps that do.
-
-    Long steps need the first one least: most of them is over when the caches are as they will be.
-
-    Args:
-        once: Seconds that all ways take.
-        left: Seconds for their turns.
-
-    Example:
-        >>> _turn_of(1.0, 10.0), _turn_of(1.0, 2.5), _turn_of(1.0, 1.5), _turn_of(1.0, -1.0)
-        ((True, 3), (True, 1), (False, 1), (False, 1))
-    """
-    n_steps = min(1 + TURN_STEPS, max(1, int(left / once)))
-    return n_steps > 1, max(1, n_steps - 1)
+    ran = [way for way in ways if way.steps]
+    return read_trial(profile, balance, setting.chunks, rounds, ran, overheads, of_loss)
 
 
 def _elsewhere(profile: Profile) -> Tensor | None:
