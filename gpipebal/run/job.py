@@ -179,9 +179,7 @@ def _check_model(workload: Workload, n_partitions: int) -> None:
 def _check_target(workload: Workload, schedule: str) -> None:
     """Refuse a target of other rows than the sample's, if each micro-batch has a loss."""
     target, n_rows = workload.target_batch(), workload.batch().count_rows()
-    if target is None or workload.parting.get("target_dims", 0) is None:
-        return
-    if target.count_rows() != n_rows:
+    if target is not None and not target.is_whole and target.count_rows() != n_rows:
         raise UsageError(
             f"target cannot be divided into micro-batches, which schedule={schedule!r} needs: it "
             f"has {count(target.count_rows(), 'row')} (expected {n_rows}, as the sample).\n"

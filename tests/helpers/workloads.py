@@ -85,6 +85,17 @@ def odd_target() -> dict[str, Any]:
     }
 
 
+def number_for_target() -> dict[str, Any]:
+    """Return the same with a target without rows, which every micro-batch gets."""
+    model, sample = tiny()
+    return {
+        "model": model,
+        "sample": sample,
+        "target": 0.5,
+        "loss_fn": lambda output, target: (output - target).square().mean(),
+    }
+
+
 class Scaled(nn.Module):
     """A linear layer whose output is scaled by what has no rows."""
 

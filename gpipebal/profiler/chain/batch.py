@@ -97,6 +97,11 @@ class Batch:
         """Its tensors."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether none of its tensors is divided: every micro-batch gets all of it."""
+        return all(dim is None for _, dim in self._each_tensor())
+
     def count_rows(self) -> int:
         """Return the rows that all its tensors have.
 
@@ -141,7 +146,7 @@ class Batch:
             ModelError: it cannot be divided.
             BalanceError: it has other rows.
         """
-        if all(dim is None for _, dim in self._each_tensor()):
+        if self.is_whole:
             return self  # a loss is given all of it for each micro-batch
         rows = self.count_rows()
         if rows != sum(sizes):
