@@ -108,10 +108,11 @@ class SideBySide:
     doubts: tuple[str, ...] = ()
 
     def to_frame(self) -> pd.DataFrame:
-        """Return one row per plan or timeline."""
+        """Return one row per plan or timeline; balances are tuples, for `groupby`."""
         import pandas as pd
 
-        return pd.DataFrame([asdict(row) for row in self.rows])
+        frame = pd.DataFrame([asdict(row) for row in self.rows])
+        return frame.assign(balance=frame["balance"].map(tuple, na_action="ignore"))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as JSON values."""

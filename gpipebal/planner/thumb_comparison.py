@@ -93,10 +93,11 @@ class RuleTable:
         return row_of(self.rows, "rule", rule)
 
     def to_frame(self) -> pd.DataFrame:
-        """Return one row per rule: seconds, bytes, fractions."""
+        """Return one row per rule: seconds, bytes, fractions; and balances as tuples."""
         import pandas as pd
 
-        return pd.DataFrame([asdict(row) for row in self.rows])
+        frame = pd.DataFrame([asdict(row) for row in self.rows])
+        return frame.assign(balance=frame["balance"].map(tuple, na_action="ignore"))
 
     def __str__(self) -> str:
         header = ["rule", "makespan", "bottleneck", "peak memory", "above the plan", "gap"]

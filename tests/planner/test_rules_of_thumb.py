@@ -121,6 +121,8 @@ def test_the_table_is_printed_and_a_frame() -> None:
     assert lines[2].split()[:3] == ["plan", "84.0", "s"]
     assert lines[-1] == "equal parameters: no layer has parameters: sum(parameter_bytes)=0."
     frame = table.to_frame()
+    balances = {tuple(row.balance) for row in table.rows if row.balance is not None}
+    assert set(frame.groupby("balance").groups) == balances
     assert list(frame["rule"]) == [row.rule for row in table.rows]
     assert frame.loc[0, "makespan"] == table.row("plan").makespan
     assert hash(table) == hash(small_table()) and table == small_table()
