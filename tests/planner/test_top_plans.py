@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, combinations, pairwise, product
+from itertools import accumulate, combinations, pairwise, permutations, product
 from random import Random
 from typing import Any
 
@@ -158,3 +158,15 @@ def test_devices_of_many_kinds_in_any_order_have_next_best_plans() -> None:
     assert {plan.method for plan in plans} == {"integer program"}
     assert len({tuple(plan.balance) for plan in plans}) == 3
     assert plans[0].lower_bound <= plans[0].value <= plans[-1].value
+
+
+def test_a_plan_whose_cuts_may_be_better_in_another_order_is_not_proven() -> None:
+    """There are too many orders for all to be searched; the only cuts leave nothing else."""
+    profile = gb.Profile.from_costs([8.0, 6.0, 5.0, 3.0, 3.0], chunks=8)
+    asked: dict[str, Any] = {"schedule": "1f1b", "checkpoint": "always"}
+    speeds = [1, 2, 3, 4, 5]
+    plans = top_plans(profile, 2, 5, devices=speeds, any_order=True, **asked)
+    assert [plan.balance for plan in plans] == [[1] * 5]
+    orders = permutations(speeds)
+    values = [evaluate(profile, [1] * 5, devices=order, **asked).makespan for order in orders]
+    assert plans[0].lower_bound <= min(values)

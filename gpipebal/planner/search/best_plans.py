@@ -79,11 +79,14 @@ def best_plans(posed: Sequence[Posed], k: int) -> list[tuple[Posed, Plan]]:
         heapq.heappush(heap, _Part(least, True, next(tickets), one, None, least, None))
     deadline: Deadline | None = None
     found: list[_Part] = []
-    bound = math.inf  # of all parts that are not looked at any more
+    bound = math.inf  # of all that is not looked at any more
     while heap and len(found) < k:
         part = heapq.heappop(heap)
         if part.plan is not None:
             found.append(part)
+            if part.asked.is_open:
+                # The same cuts may be better in other modes, or in another order of devices.
+                bound = min(bound, part.bound)
             deadline = deadline or Deadline(part.asked.question.time_limit)
             for places in _parts_of(part):
                 new = _Part(part.bound, True, next(tickets), part.asked, places, part.bound, None)
