@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from planner.test_solve_chunks import sized
 
 import gpipebal as gb
 from gpipebal.planner import evaluate, solve, top_plans
-from gpipebal.planner.search import best
+from gpipebal.planner.posing import Posed
+from gpipebal.planner.search import best, best_plans
 from gpipebal.problem import Device, Rules
 from gpipebal.profile import SkipProfile
 from gpipebal.schedule import ALL_SCHEDULES
+from gpipebal.solvers.deadline import Deadline
 from gpipebal.solvers.sets.ranked import parts_without
 
 COSTS = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0]
@@ -147,6 +150,28 @@ def test_out_of_time_the_first_plan_is_that_of_solve() -> None:
         plans = top_plans(profile, 3, 6, schedule=schedule, time_limit=0)
         assert [one.balance for one in plans] == [plan.balance]
         assert plans[0].lower_bound <= plan.value
+
+
+def test_after_the_first_plan_all_searches_share_one_time_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also those for other numbers of micro-batches, which come when it is their turn."""
+    given: list[tuple[int, float | None]] = []
+
+    def noting(posed: Posed, *, thorough: bool = True) -> best.Best:
+        given.append((posed.chunks, posed.question.time_limit))
+        return best.best_of(posed, thorough=thorough)
+
+    class AlmostUp(Deadline):
+        left = 7.0
+
+    monkeypatch.setattr(best_plans, "best_of", noting)
+    monkeypatch.setattr(best_plans, "Deadline", AlmostUp)
+    profile = sized([1.0, 2.0, 1.0, 3.0], [1.0] * 4)
+    plans = top_plans(profile, 9, 2, chunks=[4, 8, 16], time_limit=99.0)
+    assert [plan.chunks for plan in plans[:3]] == [4, 8, 4]
+    assert given[0] == (4, 99.0) and {(8, 7.0), (16, 7.0)} < {*given}
+    assert {limit for _, limit in given[1:]} == {7.0}
 
 
 def test_devices_of_many_kinds_in_any_order_have_next_best_plans() -> None:

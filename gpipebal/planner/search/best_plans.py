@@ -116,18 +116,14 @@ def _remembering(asked: Posed) -> Posed:
 
 def _searched(part: _Part, deadline: Deadline | None) -> Best:
     """Find the best plan of a part that is new, as thoroughly as `solve` if it has all splits."""
-    if part.places is None:
-        return best_of(part.asked)
-    problem, question = part.asked.problem, part.asked.question
-    rules = Within.of(problem.rules or Rules(), part.places)
-    limit = None if deadline is None else deadline.left
-    within = replace(
-        part.asked,
-        problem=replace(problem, rules=rules),
-        question=replace(question, time_limit=limit),
-    )
+    limit, asked = None if deadline is None else deadline.left, part.asked
+    if limit is not None:
+        asked = replace(asked, question=replace(asked.question, time_limit=limit))
+    if part.places is not None:
+        rules = Within.of(asked.problem.rules or Rules(), part.places)
+        asked = replace(asked, problem=replace(asked.problem, rules=rules))
     try:
-        return best_of(within, thorough=False)
+        return best_of(asked, thorough=part.places is None)
     except BalanceError:
         if limit is None:
             raise
