@@ -24,9 +24,11 @@ from gpipebal.planner.search.all_ways import all_ways
 from gpipebal.planner.search.left_runs import LeftRuns
 from gpipebal.planner.search.remaining import proven
 from gpipebal.planner.search.row_peaks import RowPeaks
-from gpipebal.problem import Device, Link, Problem
+from gpipebal.problem import Device, Link, Problem, Rules, to_bounds
+from gpipebal.problem.rules import Within
 from gpipebal.schedule import CHECKPOINT_MODES
 from gpipebal.solvers.deadline import NO_DEADLINE, Deadline
+from gpipebal.solvers.sets.ranked import parts_without
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 #: Simulated times of two ways to sum them up differ by less.
@@ -100,6 +102,39 @@ def test_from_any_plan_and_no_bound_the_best_is_found_and_proven(
     least = known[0][0]
     assert plan.value == pytest.approx(least, rel=ROUNDING)
     assert plan.status == "optimal"
+
+
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=SLOW)
+@given(questions(), st.data())
+def test_in_a_part_of_all_splits_the_best_of_that_part_is_found(
+    question: Posed | None, data: st.DataObject
+) -> None:
+    """Where bounds have places of their own, what is left keeps to them."""
+    known = [] if question is None else values_of(question)
+    if not known:
+        return
+    assert question is not None
+    problem = question.problem
+    rules = problem.rules or Rules()
+    places = rules.places(problem.n_layers, problem.n_partitions)
+    for _ in range(data.draw(st.integers(1, 2))):
+        _, way = data.draw(st.sampled_from(known))
+        parts = list(parts_without(places, way.bounds))
+        if parts:
+            places = data.draw(st.sampled_from(parts))
+        known = [
+            (value, way)
+            for value, way in known
+            if all(one >> place & 1 for one, place in zip(places, way.bounds, strict=True))
+        ]
+        if not known:
+            return
+    within = replace(question, problem=replace(problem, rules=Within.of(rules, places)))
+    start = plan_of_way(within, data.draw(st.sampled_from([way for _, way in known])))
+    plan = proven(RowPeaks(within), start.with_bound(0.0), NO_DEADLINE)
+    assert plan.value == pytest.approx(known[0][0], rel=ROUNDING)
+    assert plan.status == "optimal"
+    assert to_bounds(plan.balance) in {way.bounds for _, way in known}
 
 
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=SLOW)

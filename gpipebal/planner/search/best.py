@@ -237,14 +237,14 @@ def best_of_all(posed: Sequence[Posed]) -> tuple[Posed, Plan] | None:
         return None if plan is None else (posed[0], plan)
     lower_bounds = [quick_bound_of(one) for one in posed]
     best: tuple[Posed, Plan] | None = None
-    proven = math.inf
+    bound = math.inf
     for k in sorted(range(len(posed)), key=lower_bounds.__getitem__):
         if best is not None and lower_bounds[k] >= best[1].value:
             break
         plan, lower_bound = best_of(posed[k])
-        proven = min(proven, lower_bound)
+        bound = min(bound, lower_bound)
         if plan is not None and (best is None or plan.value < best[1].value):
             best = posed[k], plan
     if best is None:
         return None
-    return best[0], best[1].with_bound(proven)
+    return best[0], best[1].with_bound(bound)
