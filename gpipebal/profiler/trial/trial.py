@@ -182,7 +182,7 @@ def run_trial(profile: Profile, setting: Setting, seconds: float) -> Trial:
         for cut in cuts:
             ways += [_way_of(module, cut, mode, inside, setting, loss) for mode, inside in _HOW]
         # As long as another round is likely to fit.
-        while not rounds or (time.perf_counter() - started) * (rounds + 1) <= limit * rounds:
+        while not rounds or (time.perf_counter() - started) * (rounds + 1) < limit * rounds:
             for group in _in_turns(ways):
                 running: list[_Way] = []
                 for way in group:
