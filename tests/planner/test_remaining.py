@@ -87,6 +87,15 @@ def questions(draw: st.DrawFn) -> Posed | None:
     return limited(draw, profile, n, options)
 
 
+def check_proven(question: Posed, known: list[tuple[float, Way]], data: st.DataObject) -> None:
+    """From any way and no bound, the best of all that are known is found and proven."""
+    start = plan_of_way(question, data.draw(st.sampled_from([way for _, way in known])))
+    plan = proven(RowPeaks(question), start.with_bound(0.0), NO_DEADLINE)
+    assert plan.value == pytest.approx(known[0][0], rel=ROUNDING)
+    assert plan.status == "optimal"
+    assert to_bounds(plan.balance) in {way.bounds for _, way in known}
+
+
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=SLOW)
 @given(questions(), st.data())
 def test_from_any_plan_and_no_bound_the_best_is_found_and_proven(
@@ -94,14 +103,8 @@ def test_from_any_plan_and_no_bound_the_best_is_found_and_proven(
 ) -> None:
     """All ways are valued by brute force."""
     known = [] if question is None else values_of(question)
-    if not known:
-        return
-    assert question is not None
-    start = plan_of_way(question, data.draw(st.sampled_from([way for _, way in known])))
-    plan = proven(RowPeaks(question), start.with_bound(0.0), NO_DEADLINE)
-    least = known[0][0]
-    assert plan.value == pytest.approx(least, rel=ROUNDING)
-    assert plan.status == "optimal"
+    if question is not None and known:
+        check_proven(question, known, data)
 
 
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=SLOW)
@@ -110,31 +113,24 @@ def test_in_a_part_of_all_splits_the_best_of_that_part_is_found(
     question: Posed | None, data: st.DataObject
 ) -> None:
     """Where bounds have places of their own, what is left keeps to them."""
-    known = [] if question is None else values_of(question)
-    if not known:
+    if question is None:
         return
-    assert question is not None
-    problem = question.problem
+    known, problem = values_of(question), question.problem
     rules = problem.rules or Rules()
     places = rules.places(problem.n_layers, problem.n_partitions)
     for _ in range(data.draw(st.integers(1, 2))):
-        _, way = data.draw(st.sampled_from(known))
-        parts = list(parts_without(places, way.bounds))
-        if parts:
-            places = data.draw(st.sampled_from(parts))
+        if known:
+            _, way = data.draw(st.sampled_from(known))
+            parts = list(parts_without(places, way.bounds))
+            places = data.draw(st.sampled_from(parts)) if parts else places
         known = [
             (value, way)
             for value, way in known
             if all(one >> place & 1 for one, place in zip(places, way.bounds, strict=True))
         ]
-        if not known:
-            return
-    within = replace(question, problem=replace(problem, rules=Within.of(rules, places)))
-    start = plan_of_way(within, data.draw(st.sampled_from([way for _, way in known])))
-    plan = proven(RowPeaks(within), start.with_bound(0.0), NO_DEADLINE)
-    assert plan.value == pytest.approx(known[0][0], rel=ROUNDING)
-    assert plan.status == "optimal"
-    assert to_bounds(plan.balance) in {way.bounds for _, way in known}
+    if known:
+        within = replace(problem, rules=Within.of(rules, places))
+        check_proven(replace(question, problem=within), known, data)
 
 
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=SLOW)
