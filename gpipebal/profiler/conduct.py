@@ -53,7 +53,7 @@ class Conduct:
         """Return the seconds left for the rounds: at least half of all, or too few are measured.
 
         Args:
-            started: When the work began.
+            started: When the work began, in seconds of `time.perf_counter`.
             step_seconds: Seconds of a training step, or of the part of it whose rounds come now.
             parts: How many such parts there are.
         """
@@ -66,7 +66,11 @@ class Conduct:
         return max(seconds / 2, seconds - spent)
 
     def seconds_to_try(self, step_seconds: float) -> float:
-        """Return the seconds for the trial."""
+        """Return the seconds for the trial.
+
+        Args:
+            step_seconds: Seconds of a training step.
+        """
         if self.limit is not None:
             return TRIAL_PART * self.limit
         least = _within(MANY_STEPS * step_seconds, LEAST_TRIAL_SECONDS, FEW_SECONDS)

@@ -228,6 +228,7 @@ def backward_in(
 
     def called() -> Called:  # what is only given to the layer does not live until the backward
         inputs, given = chain.prepare(k, value, wants=True, inside=around.inside)
+        # As in the run that is described: only what is around the layer differs.
         with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
             passed = chain.call(k, given, value)
         torch.clear_autocast_cache()
