@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 from operator import le
 from typing import Any
 
@@ -172,6 +173,29 @@ def test_what_is_known_of_a_partition_holds_in_other_ways(
             assert all(map(le, least, known))
 
 
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=SLOW)
+@given(questions(), st.data())
+def test_modes_are_left_out_that_fit_with_none_of_the_others(
+    question: Posed | None, data: st.DataObject
+) -> None:
+    """Those that are left fit in some modes of all earlier partitions, each tried by itself."""
+    ways = None if question is None else all_ways(question, 2_000)
+    if not ways:
+        return
+    assert question is not None
+    rows, bounds = RowPeaks(question), data.draw(st.sampled_from(ways)).bounds
+    j = data.draw(st.integers(0, question.problem.n_partitions - 1))
+    some = st.sets(st.sampled_from(CHECKPOINT_MODES), min_size=1, max_size=3)
+    sets = [tuple(sorted(data.draw(some))) for _ in range(j + 1)]
+    peaks = {modes: rows.peak(j, bounds, modes) for modes in product(*sets)}
+    most = data.draw(st.sampled_from(sorted({0, *peaks.values()})))
+    left = list(sets)
+    fits = [modes for modes, peak in peaks.items() if peak <= most]
+    assert rows.fitting(j, bounds, left, most) == bool(fits)
+    if fits:
+        assert list(map(set, left)) == list(map(set, zip(*fits, strict=True)))
+
+
 def without_limits(problem: Problem) -> Problem:
     """Return a problem with devices that have all the memory they need."""
     devices = problem.devices and [replace(device, memory_limit=None) for device in problem.devices]
@@ -185,7 +209,7 @@ def test_gaps_of_skip_connections_are_closed(seed: int, monkeypatch: pytest.Monk
     plan = best.best_of(question).plan
     assert plan is not None and plan.status == "optimal"
     assert plan.value == values_of(question)[0][0]
-    monkeypatch.setattr(best, "proven", lambda rows, plan, deadline: plan)
+    monkeypatch.setattr(best, "proven", lambda rows, plan, deadline, thorough: plan)
     before = best.best_of(question).plan
     assert before is not None and before.gap and before.value >= plan.value
 

@@ -69,7 +69,7 @@ def test_a_time_limit_is_not_taken_many_times(
         return solved(posed, problem, time_limit)
 
     monkeypatch.setattr(best, "solved", counted)
-    monkeypatch.setattr(best, "proven", lambda rows, plan, deadline: plan)
+    monkeypatch.setattr(best, "proven", lambda rows, plan, deadline, thorough: plan)
     plan = solve(
         _uneven(20),
         4,

@@ -87,7 +87,7 @@ def best_of(posed: Posed, *, thorough: bool = True) -> Best:
     if fits(plan) and (plan.value <= plan.lower_bound or not is_peak):
         if plan.gap and posed.problem.is_limited:
             plan = _descended(rows, found, [Way.of(plan)], deadline) or plan
-            plan = proven(rows, plan, deadline)
+            plan = proven(rows, plan, deadline, thorough=thorough)
         return Best(plan, plan.lower_bound)
     starts = _starts(posed, found, plan, deadline) if thorough else [Way.of(plan)]
     descended = partial(_descended, rows, found, starts, deadline)
@@ -103,7 +103,7 @@ def best_of(posed: Posed, *, thorough: bool = True) -> Best:
             best = _by_least_peak(rows, found, deadline)
     if best is None:
         return Best(None, bound)
-    best = proven(rows, best.with_bound(bound), deadline)
+    best = proven(rows, best.with_bound(bound), deadline, thorough=thorough)
     return Best(best if is_peak else _noted(best), best.lower_bound)
 
 

@@ -4,7 +4,9 @@ Bounds of single runs leave a gap where only all cuts tell how much waits. But o
 they exclude many runs: see `left_runs`. The ways that are left are gone through from the left,
 partition by partition. How much waits in one of them for later ones depends on how many these have
 to pass it on, which are fewest if each gets as many layers as it may. So a partition's peak is
-bounded as soon as its own layers are known, and exact when those are that take what it makes.
+bounded as soon as its own layers are known, and exact when those are that take what it makes. Open
+modes stay open until all cuts are known: those in which a partition needs too much are left out,
+whatever the modes of the others are, and the fastest of the rest bound the time.
 
 If none of the ways is better, the plan is the best. If there are too many, the same is tried with
 lower goals: that no way is below a value between the bound and the plan's.
@@ -14,7 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import reduce
 from math import ceil
+from operator import or_
 from typing import NamedTuple
 
 from gpipebal.plan import Plan
@@ -33,27 +37,32 @@ from gpipebal.solvers.deadline import Deadline
 
 __all__ = ["proven"]
 
-#: How many walks through a partition's row of the schedule a proof may take, ...
-_MOST_WALKS = 1_200
+#: How many walks through a partition's row of the schedule a proof may take, or one of many, ...
+_MOST_WALKS, _FEW_WALKS = 6_000, 1_200
 #: ... where looking at the beginning of a way takes as long as this part of one; a row that is
 #: simulated as this; and a set of ends as this, where runs have a bound of their own or not.
 _LOOK, _ROW, _BOUNDED_SET, _SET = 1 / 25, 1 / 4, 1 / 100, 1 / 300
 #: Which share of the walks that are left each goal may take: at first the plan's value; if there
 #: are too many ways, lower ones; at last the plan's value again, of which more is known by then.
-_SHARES = (1 / 2, *(1 / 4,) * 5, 1)
+_SHARES = (1 / 8, *(1 / 4,) * 3, 1 / 2, *(1 / 4,) * 2, 1)
 #: Up to this many orders of the devices are gone through.
 _MOST_ORDERS = 24
 #: Simulated times that differ by this fraction may be equal: sums are rounded.
 _ROUNDING = 1e-12
 
 
-def proven(rows: RowPeaks, plan: Plan, deadline: Deadline) -> Plan:
+#: Checkpoint modes that a partition may have.
+_Modes = tuple[CheckpointMode, ...]
+
+
+def proven(rows: RowPeaks, plan: Plan, deadline: Deadline, *, thorough: bool = True) -> Plan:
     """Prove that no plan is better, or find one that is; or raise the bound as far as is quick.
 
     Args:
         rows: The question, and what is known about the memory of partitions.
         plan: A plan that fits.
         deadline: When it is up, nothing more is looked at.
+        thorough: Whether it may take `_MOST_WALKS`, and not only `_FEW_WALKS`.
 
     Returns:
         The plan, or a better one, with a bound that is not below the plan's.
@@ -69,7 +78,7 @@ def proven(rows: RowPeaks, plan: Plan, deadline: Deadline) -> Plan:
     orders = device_orders(posed, _MOST_ORDERS)
     if not plan.gap or orders is None or posed.question.cost is not None:
         return plan
-    going = _Going(rows, deadline)
+    going = _Going(rows, deadline, _MOST_WALKS if thorough else _FEW_WALKS)
     low, high, goal = plan.lower_bound, plan.value, plan.value
     for share in _SHARES:
         better, is_done = going.through(orders, plan.value if share == 1 else goal, share)
@@ -92,12 +101,24 @@ def proven(rows: RowPeaks, plan: Plan, deadline: Deadline) -> Plan:
 
 
 class _Beginning(NamedTuple):
-    """The first partitions of a way: their bounds and modes, the slowest forward and backward."""
+    """The first partitions of a way, some of whose modes are still open.
+
+    Attributes:
+        bounds: Their bounds.
+        modes: The modes that each of them may have; the last of these takes least time.
+        forward: At least so long takes the slowest forward, ...
+        backward: ... and the slowest backward.
+    """
 
     bounds: tuple[int, ...]
-    modes: tuple[CheckpointMode, ...]
+    modes: tuple[_Modes, ...]
     forward: int
     backward: int
+
+    @property
+    def fastest(self) -> tuple[CheckpointMode, ...]:
+        """Of each partition the mode that takes least time."""
+        return tuple([modes[-1] for modes in self.modes])
 
 
 class _Going:
@@ -106,9 +127,10 @@ class _Going:
     Args:
         rows: The question, and what is known about the memory of partitions.
         deadline: When it is up, nothing more is looked at.
+        most_walks: How many walks through rows it may take.
     """
 
-    def __init__(self, rows: RowPeaks, deadline: Deadline) -> None:
+    def __init__(self, rows: RowPeaks, deadline: Deadline, most_walks: int) -> None:
         self._rows, posed = rows, rows.posed
         self._posed, self._question, self._problem = posed, posed.question, posed.problem
         self._deadline = deadline
@@ -121,7 +143,7 @@ class _Going:
         self._modes = modes_of(asked, posed.problem.n_partitions)
         self._open_modes = CHECKPOINT_MODES if is_auto else tuple(dict.fromkeys(self._modes))
         self._fitting: dict[object, list[int]] = {}
-        self._walks_left, self._kept = _MOST_WALKS + rows.n_walks, 0.0
+        self._walks_left, self._kept = most_walks + rows.n_walks, 0.0
         n_sets = posed.problem.n_layers * len(self._modes) * len(self._open_modes)
         self._for_sets = n_sets * (_BOUNDED_SET if question.is_searched else _SET)
 
@@ -161,17 +183,25 @@ class _Going:
         left = self._left(order, goal)
         waiting = [_Beginning((0,), (), *self._slowest)]
         while waiting and not self._is_out:
-            now = waiting.pop()
             self._walks_left -= _LOOK
-            if self._is_slow(now, goal) or not self._fits(now, left, order, goal):
+            now = self._narrowed(waiting.pop(), left, order, goal)
+            if now is None or self._is_slow(now, goal):
                 continue
-            j = len(now.modes)
+            j, n_open = len(now.modes), sum([len(modes) > 1 for modes in now.modes])
             if j < len(order):
                 waiting += self._continued(now, left, order[j])
                 continue
-            way = Way(now.bounds, now.modes, order)
+            way = Way(now.bounds, now.fastest, order)
+            # Of open modes this is a bound of the time, and says nothing of the memory.
+            if n_open and self._is_peak:
+                waiting += self._parted(now)
+                continue
             value = self._value_of(way)
-            if value < self.surely_below(goal):
+            if value >= self.surely_below(goal):
+                continue
+            if n_open:
+                waiting += self._parted(now)
+            else:
                 yield value, way
                 goal = value
 
@@ -191,17 +221,24 @@ class _Going:
     def _continued(self, now: _Beginning, left: LeftRuns, device: int) -> Iterator[_Beginning]:
         """Yield a beginning with one more partition."""
         costs, start = self._problem.costs, now.bounds[-1]
-        for mode, sets in left.ends[len(now.modes)].items():
-            ends = sets[start]
-            while ends:
-                end = ends.bit_length() - 1
-                ends ^= 1 << end
-                forward, backward = now.forward, now.backward
-                if self._has_phases:
-                    part = costs.part(start, end, device, mode)
-                    forward = max(forward, part.forward)
-                    backward = max(backward, part.backward + part.recompute)
-                yield _Beginning((*now.bounds, end), (*now.modes, mode), forward, backward)
+        sets = {mode: ends[start] for mode, ends in left.ends[len(now.modes)].items()}
+        ends = reduce(or_, sets.values())
+        while ends:
+            end = ends.bit_length() - 1
+            ends ^= 1 << end
+            modes = tuple([mode for mode, some in sets.items() if some >> end & 1])
+            forward, backward = now.forward, now.backward
+            if self._has_phases:
+                part = costs.part(start, end, device, modes[-1])
+                forward = max(forward, part.forward)
+                backward = max(backward, part.backward + part.recompute)
+            yield _Beginning((*now.bounds, end), (*now.modes, modes), forward, backward)
+
+    def _parted(self, now: _Beginning) -> Iterator[_Beginning]:
+        """Yield all partitions with one mode of the first in which several are open."""
+        j = [len(modes) > 1 for modes in now.modes].index(True)
+        for mode in now.modes[j]:
+            yield now._replace(modes=(*now.modes[:j], (mode,), *now.modes[j + 1 :]))
 
     def _is_slow(self, now: _Beginning, goal: float) -> bool:
         """Whether GPipe's makespan is not below the goal, however a way goes on."""
@@ -217,14 +254,17 @@ class _Going:
         assert value is not None
         return value
 
-    def _fits(self, now: _Beginning, left: LeftRuns, order: tuple[int, ...], goal: float) -> bool:
-        """Whether partitions keep their limits, with the least that waits for later ones."""
-        bounds = (*now.bounds, *left.after(now.bounds))
-        for j in reversed(range(len(now.modes))):
-            limit = self._problem.limits[order[j]]
-            if limit is None and not self._is_peak:
-                continue
-            peak = self._rows.peak(j, bounds, now.modes)
-            if (limit is not None and peak > limit) or (self._is_peak and peak >= goal):
-                return False
-        return True
+    def _narrowed(
+        self, now: _Beginning, left: LeftRuns, order: tuple[int, ...], goal: float
+    ) -> _Beginning | None:
+        """Leave out the modes in which limits are not kept, with the least that waits for others.
+
+        None: none are left for some partition.
+        """
+        bounds, modes = (*now.bounds, *left.after(now.bounds)), list(now.modes)
+        for j in reversed(range(len(modes))):
+            limits = [self._problem.limits[order[j]], ceil(goal) - 1 if self._is_peak else None]
+            most = min([limit for limit in limits if limit is not None], default=None)
+            if most is not None and not self._rows.fitting(j, bounds, modes, most):
+                return None
+        return now._replace(modes=tuple(modes))
