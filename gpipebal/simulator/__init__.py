@@ -17,7 +17,7 @@ partition may be further ahead here, and the makespan is the same::
 Read in this order: `durations` and `of_profile` (what is placed), `place` (the verb for durations),
 `simulate` (the verb for plans), `work` (a schedule as numbers: who needs whom), `engines` (three
 ways to the same times: many devices at once, few devices, and a host that all have to pass),
-`wavefront` (a fourth, for GPipe and 1F1B), `sharing` (partitions that slow each other down),
+`wavefront` (a fourth, for GPipe on many devices), `sharing` (partitions that slow each other down),
 `trials` (many durations on one order), `refusals` (why a schedule can never finish), `held`,
 `held_of` and `tracks` (memory over time) and `comparison` (schedules side by side).
 """

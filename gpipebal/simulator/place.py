@@ -99,7 +99,7 @@ def place(
     if pause is not None:
         check_phases(order)
     said = {"schedule": order.name, "pause": pause}
-    if not (is_given or late_recompute) and can_sweep(order, durations, pause):
+    if not (is_given or late_recompute) and can_sweep(order, durations):
         starts, ends = sweep(order, durations, pause)
         table = EventTable(order.partitions, order.kinds, order.micro_batches, starts, ends)
         said.update(provenance or {})

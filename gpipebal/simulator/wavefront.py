@@ -8,17 +8,8 @@ diagonal of the grid need only the diagonal before. Backwards are the same from 
     # partition 1  1 2 3 4
     # partition 2  2 3 4 5
 
-So m + n - 1 steps of numpy, each on at most n numbers, place m n forwards. With 1F1B partitions
-next to each other take turns: while the even ones do forwards, the odd ones do backwards. Let
-forward i of partition j have the number 2 i + j, and its backward 2 i + 2 n - 1 - j: then, whatever
-their durations, they need only actions with a smaller number::
-
-    # number of each action, 3 partitions, 4 micro-batches: forwards 0, 1, ..., backwards A, B, ...
-    # partition 0  0.1.2A3B.C.D
-    # partition 1  .0.1A2B3C.D.
-    # partition 2  ..0A1B2C3D..
-
-They add and compare the same numbers as the other engines, so times are equal to the last bit.
+So m + n - 1 steps of numpy, each on at most n numbers, place m n forwards. They add and compare the
+same numbers as the other engines, so times are equal to the last bit.
 """
 
 from __future__ import annotations
@@ -40,30 +31,27 @@ __all__ = ["can_sweep", "sweep"]
 #: Orders of all forwards, then all backwards, and which backward is that of the last micro-batch.
 _SPARED = {"gpipe": "first", "gpipe_in_order": "last"}
 
-#: With fewer partitions a step of numpy takes longer than its actions one by one: several times
-#: as long with two, about as long with this many.
-FEWEST_FOR_WAVES = 16
+#: With fewer partitions other engines are as fast; with a thousand they take three times as long.
+FEWEST_FOR_WAVES = 64
 
 
-def can_sweep(order: Order, durations: Durations, pause: float | None) -> bool:
-    """Whether the order is GPipe's or 1F1B's, and nothing but the devices takes time.
+def can_sweep(order: Order, durations: Durations) -> bool:
+    """Whether the order is GPipe's, and nothing but the devices takes time.
 
     In addition, no action's time may depend on the one before it, and waves have to be long enough.
 
     Args:
         order: The actions.
         durations: Seconds of each partition.
-        pause: Seconds between forwards and backwards, which 1F1B mixes; None: none.
     """
     more = durations.has_transfers or durations.has_launches or durations.optimizer is not None
     more = more or durations.has_turns
-    known = order.modes is not None and order.name in ("1f1b", *_SPARED)
-    mixed = order.name == "1f1b" and pause is not None
-    return known and not more and not mixed and order.n_partitions >= FEWEST_FOR_WAVES
+    known = order.modes is not None and order.name in _SPARED
+    return known and not more and order.n_partitions >= FEWEST_FOR_WAVES
 
 
 def sweep(order: Order, durations: Durations, pause: float | None) -> tuple[Floats, Floats]:
-    """Place all actions of GPipe's or 1F1B's order.
+    """Place all actions of GPipe's order.
 
     Args:
         order: An order of `order_of`, for which `can_sweep`.
@@ -80,75 +68,13 @@ def sweep(order: Order, durations: Durations, pause: float | None) -> tuple[Floa
         O(m n) for m micro-batches and n partitions, in 2 (m + n) steps of numpy.
     """
     with np.errstate(over="ignore"):
-        if order.name == "1f1b":
-            starts, ends, clock = _sweep_1f1b(order, durations)
-        else:
-            starts, ends, clock = _sweep_gpipe(order, durations, pause)
+        starts, ends, clock = _sweep(order, durations, pause)
     if not np.isfinite(clock).all():
         raise too_large()
     return starts, ends
 
 
-def _columns(durations: Durations) -> tuple[Floats, ...]:
-    """Return forwards, recomputes and backwards of the partitions."""
-    columns = durations.forward, durations.recompute, durations.backward
-    return tuple(np.array(times, dtype=np.float64) for times in columns)
-
-
-def _sweep_1f1b(order: Order, durations: Durations) -> tuple[Floats, Floats, Floats]:
-    """Return start and end of every action, and when each partition is done."""
-    assert order.modes is not None
-    n, m = order.n_partitions, int(order.micro_batches.max()) + 1
-    starts, ends = np.empty(order.n_actions), np.empty(order.n_actions)
-    forward, recompute, backward = _columns(durations)
-    # The last partition has nothing between a forward and its backward, so it recomputes nothing.
-    redoes = np.array([mode != "never" and m > 1 for mode in order.modes])
-    redoes[-1] = False
-    spares = redoes & np.array([mode == "except_last" for mode in order.modes])
-    again = np.where(redoes, durations.times_of("no_grad_forward"), forward)
-    redone = np.where(redoes, recompute, 0.0)
-
-    # clock[1 + j]: when partition j is done with its last action; no partition is at either end.
-    clock = np.zeros(n + 2)
-    where = order.offsets[:-1].astype(np.int64)
-    for now in range(2 * (m + n - 1)):
-        # Forwards of every other partition up to `now`, from the one that runs its last.
-        low, high = now - 2 * (m - 1), min(now, n - 1)
-        is_last = low >= 0
-        low = low if is_last else now % 2
-        # Backwards of those between them, down from the last partition.
-        left, right = 2 * n - 1 - now, 2 * n - 1 - now + 2 * (m - 1)
-        ends_here = right < n
-        left = left if left >= 0 else left % 2
-        right = right if ends_here else n - 1 - (n - 1 - left) % 2
-        goes, comes = slice(low, high + 1, 2), slice(left, right + 1, 2)
-        begin = np.maximum(clock[low + 1 : high + 2 : 2], clock[low : high + 1 : 2])
-        end = begin + again[goes]
-        if is_last and len(end) and spares[low]:
-            end[0] = begin[0] + forward[low]
-        first = clock[left + 1 : right + 2 : 2]
-        ready = first + redone[comes]
-        twice = redoes[comes]
-        if ends_here and len(ready) and spares[right]:
-            twice = twice.copy()
-            twice[-1], ready[-1] = False, first[-1]
-        if twice.any():
-            place = where[comes][twice]
-            starts[place], ends[place] = first[twice], ready[twice]
-            where[comes] += twice
-        start = np.maximum(ready, clock[left + 2 : right + 3 : 2])
-        done = start + backward[comes]
-        place = where[goes]
-        starts[place], ends[place] = begin, end
-        place = where[comes]
-        starts[place], ends[place] = start, done
-        where[goes] += 1
-        where[comes] += 1
-        clock[low + 1 : high + 2 : 2], clock[left + 1 : right + 2 : 2] = end, done
-    return starts, ends, clock
-
-
-def _sweep_gpipe(
+def _sweep(
     order: Order, durations: Durations, pause: float | None
 ) -> tuple[Floats, Floats, Floats]:
     """Return start and end of every action, and when each partition is done."""
@@ -159,7 +85,8 @@ def _sweep_gpipe(
     first = order.offsets[:-1]
     recomputes = np.array([mode != "never" for mode in order.modes])
     spares = np.array([mode == "except_last" for mode in order.modes])
-    forward, recompute, backward = _columns(durations)
+    times = durations.forward, durations.recompute, durations.backward
+    forward, recompute, backward = (np.array(each, dtype=np.float64) for each in times)
     again = np.where(recomputes, durations.times_of("no_grad_forward"), forward)
 
     # clock[j]: when partition j is done with what it has been given so far.
