@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from gpipebal.errors import ProfileError
+from gpipebal.pipeline.process.engine_state import nodes_behind
 from gpipebal.pipeline.values.tensors import bytes_of, has_storage, is_shared, storage_key
 
 __all__ = [
@@ -25,7 +26,6 @@ __all__ = [
     "handed_through",
     "memory_of",
     "needs_gradient",
-    "nodes_behind",
     "used_again",
 ]
 
@@ -177,18 +177,6 @@ def used_again(inputs: Sequence[Any], outputs: Iterable[Any]) -> frozenset[int]:
             if before in places:
                 pieces[places[before]] += 1
     return frozenset(place for place, n_pieces in enumerate(pieces) if n_pieces > 1)
-
-
-def nodes_behind(roots: Iterable[Node | None], stops: Container[Node] = ()) -> Iterator[Node]:
-    """Yield each node of a graph once, from its roots on, up to some nodes and without these."""
-    seen: set[Node] = set()
-    waiting = list(roots)
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen and node not in stops:
-            seen.add(node)
-            yield node
-            waiting += [before for before, _ in node.next_functions]
 
 
 class _Keys:

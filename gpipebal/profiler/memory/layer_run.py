@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.pipeline.layers.attributes import tensors_in
+from gpipebal.pipeline.process.engine_state import nodes_behind
 from gpipebal.pipeline.process.phase import phase
 from gpipebal.pipeline.values.tensors import (
     has_storage,
@@ -26,7 +27,6 @@ from gpipebal.profiler.chain.gradients import (
     handed_back,
     handed_through,
     memory_of,
-    nodes_behind,
     used_again,
 )
 from gpipebal.profiler.chain.value import Value, random_gradients, roots_of

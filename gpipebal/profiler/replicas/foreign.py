@@ -20,13 +20,13 @@ from torch.nn.parameter import is_lazy
 
 from gpipebal.pipeline.layers.attributes import attributes_of
 from gpipebal.pipeline.process.eager import EagerDispatchMode
+from gpipebal.pipeline.process.engine_state import nodes_behind
 from gpipebal.pipeline.values.tensors import (
     has_storage,
     storage_key,
     storage_keys,
     stored_parts,
 )
-from gpipebal.profiler.chain.gradients import nodes_behind
 
 __all__ = ["Kept", "Watch", "foreign_kept", "has_foreign", "moves_foreign", "note_mover"]
 
