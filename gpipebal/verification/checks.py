@@ -15,7 +15,7 @@ from gpipebal.errors import BalanceError, KindError, ModelError, VerificationErr
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.minibatch.inputs import part_inputs
 from gpipebal.pipeline.minibatch.loss import Reduction
-from gpipebal.pipeline.values.parting import spread_dims
+from gpipebal.pipeline.values.dims import spread_dims
 from gpipebal.profiler.setting import random_numbers_kept
 from gpipebal.schedule import SCHEDULES
 from gpipebal.verification.compare import Comparison, DifferenceError

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.layers.chain import first_difference, layers_of
-from gpipebal.pipeline.values.parting import Dim
+from gpipebal.pipeline.values.dims import Dim
 from gpipebal.verification.task import Outcome, Slot, label_of, layers_alone
 from gpipebal.verification.tolerance import (
     Tolerance,

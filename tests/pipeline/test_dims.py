@@ -11,13 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
 
 from gpipebal.errors import BalanceError, ModelError
 from gpipebal.pipeline import GPipe, gather, scatter
+from gpipebal.pipeline.values.dims import spread_dims
+from gpipebal.pipeline.values.microbatch import flatten
 from gpipebal.schedule import CHECKPOINT_MODES
 
 pytestmark = pytest.mark.timeout(60)
 MODES = pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+KINDS = [dict, OrderedDict, lambda pairs: defaultdict(int, pairs)]
 
 
 class Attend(nn.Module):
@@ -227,6 +231,17 @@ def test_errors_name_the_leaf_and_the_argument() -> None:
         pipe(torch.zeros(4, 2))
 
 
+def test_errors_name_leaves_of_classes_that_check_what_they_are_made_of() -> None:
+    """A class whose objects cannot be made of anything but tensors is named like any other."""
+    packed = pack_sequence([torch.ones(length, 2) for length in (3, 1)])
+    with pytest.raises(ModelError, match=r"leaf \['words'\]\[1\] has 3 along dim 0 \(expected 4"):
+        scatter({"words": packed, "x": torch.zeros(4, 2)}, 2)
+    parts = scatter({"words": packed, "x": torch.zeros(3, 2)}, 2, {"words": None, "x": 0})
+    assert [part["words"].data.shape for part in parts] == [(4, 2), (4, 2)]
+    with pytest.raises(BalanceError, match=r"dims does not fit: dims=\(0, 1\) .*PackedSequence"):
+        scatter({"words": packed}, 2, (0, 1))
+
+
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(-3, 2))
 @settings(deadline=None)
 def test_gather_undoes_scatter_along_any_dimension(rows: int, chunks: int, dim: int) -> None:
@@ -239,7 +254,7 @@ def test_gather_undoes_scatter_along_any_dimension(rows: int, chunks: int, dim: 
     assert torch.equal(gather(parts, dim), tensor)
 
 
-@pytest.mark.parametrize("make", [dict, OrderedDict, lambda pairs: defaultdict(int, pairs)])
+@pytest.mark.parametrize("make", KINDS)
 def test_dims_of_dictionaries_go_by_keys_and_not_by_their_order(make: Any) -> None:
     """Dimensions of inputs, outputs and targets belong to the names beside them, also nested."""
 
@@ -273,6 +288,33 @@ def test_dims_of_dictionaries_go_by_keys_and_not_by_their_order(make: Any) -> No
 
     linear = GPipe(nn.Sequential(nn.Linear(2, 1)), [1], chunks=2)
     linear.step(x, target=value.second, target_dims=make([("y", 1), ("x", 0)]), loss_fn=loss_fn)
+
+
+@st.composite
+def values_and_dims(draw: st.DrawFn, depth: int = 3) -> tuple[Any, Any, list[Any]]:
+    """Draw a pytree, dimensions for it, and the dimension of each of its leaves in order."""
+    if depth == 0 or draw(st.booleans()):
+        dim = draw(st.sampled_from([0, 1, None]))
+        return draw(st.sampled_from([(0, dim, [dim]), ((0, [0]), dim, [dim, dim])]))
+    below = draw(st.lists(values_and_dims(depth=depth - 1), min_size=0, max_size=3))
+    expected = [dim for _, _, dims in below for dim in dims]
+    kind = draw(st.sampled_from([tuple, list, "dict"]))
+    if kind != "dict":
+        return kind(v for v, _, _ in below), kind(d for _, d, _ in below), expected
+    names = "abc"[: len(below)]
+    pairs = draw(st.permutations([(name, d) for name, (_, d, _) in zip(names, below, strict=True)]))
+    value = draw(st.sampled_from(KINDS))(
+        [(n, v) for n, (v, _, _) in zip(names, below, strict=True)]
+    )
+    return value, draw(st.sampled_from(KINDS))(pairs), expected
+
+
+@given(values_and_dims())
+@settings(deadline=None)
+def test_dims_belong_to_names_whatever_the_classes_of_dictionaries(drawn: Any) -> None:
+    """Each leaf gets the dimension beside its own name, also if it is named in another class."""
+    value, dims, expected = drawn
+    assert spread_dims(dims, flatten(value)[1], "in_dims") == expected
 
 
 def test_dims_with_other_keys_are_refused() -> None:

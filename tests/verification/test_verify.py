@@ -13,6 +13,7 @@ from chains import batchnorm_chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from verify_cases import CHAINS, dropouts, make, rows
 
 import gpipebal as gb
@@ -139,6 +140,28 @@ def test_dimensions_and_keywords(checkpoint: Any) -> None:
         target_dims=1,
     )
     assert report.losses.count == 1
+
+
+def test_values_of_a_class_that_checks_what_it_is_made_of() -> None:
+    """Their leaves have names, although no object of the class can be made without tensors."""
+
+    class Pack(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return pack_padded_sequence(x, [x.shape[1]] * len(x), batch_first=True)
+
+    class Both(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return {"words": x, "padded": pad_packed_sequence(x, batch_first=True)[0]}
+
+    class Grow(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return {"words": x["words"]._replace(data=x["words"].data * 2), "padded": x["padded"]}
+
+    model = nn.Sequential(nn.Linear(3, 4), Pack(), Both(), Grow()).double()
+    pipe = GPipe(model, [2, 1, 1], checkpoint="always")
+    report = gb.verify(model, pipe, rows(6, 2, 3))
+    assert report.outputs.count == 3  # the words, how many there are at each time, and the padded
+    assert report.gradients.count == 2
 
 
 def test_outputs_without_rows_are_stacked() -> None:

@@ -27,15 +27,14 @@ from gpipebal.pipeline.minibatch.minibatch import MiniBatch
 from gpipebal.pipeline.minibatch.new_gradients import LateGradients
 from gpipebal.pipeline.process import engine_state
 from gpipebal.pipeline.process.caller import whole_call
+from gpipebal.pipeline.values.dims import Dim, spread_dims
 from gpipebal.pipeline.values.lane import Events, current_events
 from gpipebal.pipeline.values.microbatch import Packet, copied, name_of_leaf, unflatten
 from gpipebal.pipeline.values.parting import (
-    Dim,
     gather_leaves,
     join_gradients,
     part_gradients,
     same_structure,
-    spread_dims,
 )
 from gpipebal.pipeline.values.places import find_overlaps, find_shared
 from gpipebal.units import count

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from gpipebal.errors import ModelError, PipelineError
 from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.pipeline.process.engine_state import is_transformed
+from gpipebal.pipeline.values.dims import Dim, spread_dims
 from gpipebal.pipeline.values.lane import Events, current_events
 from gpipebal.pipeline.values.microbatch import (
     Call,
@@ -22,13 +23,7 @@ from gpipebal.pipeline.values.microbatch import (
     flatten,
     which_need_gradient,
 )
-from gpipebal.pipeline.values.parting import (
-    Dim,
-    chunk_sizes,
-    count_rows,
-    scatter_leaves,
-    spread_dims,
-)
+from gpipebal.pipeline.values.parting import chunk_sizes, count_rows, scatter_leaves
 from gpipebal.pipeline.values.places import find_overlaps
 
 __all__ = ["Inputs", "charge_inputs", "check_no_transform", "leaves_of_call", "part_inputs"]

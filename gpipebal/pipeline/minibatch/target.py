@@ -20,6 +20,7 @@ from torch.autograd.graph import increment_version
 
 from gpipebal.errors import BalanceError, ModelError
 from gpipebal.pipeline.process.phase import is_checkpointing, is_recomputing
+from gpipebal.pipeline.values.dims import Dim, spread_dims
 from gpipebal.pipeline.values.lane import Events, Lane, current_events
 from gpipebal.pipeline.values.microbatch import (
     check_nothing_hidden,
@@ -29,13 +30,7 @@ from gpipebal.pipeline.values.microbatch import (
     unflatten,
     which_need_gradient,
 )
-from gpipebal.pipeline.values.parting import (
-    Dim,
-    count_rows,
-    paired_gradients,
-    scatter_leaves,
-    spread_dims,
-)
+from gpipebal.pipeline.values.parting import count_rows, paired_gradients, scatter_leaves
 from gpipebal.pipeline.values.tensors import copy_of, version_of
 
 __all__ = ["Target"]

@@ -26,9 +26,11 @@ __all__ = [
     "Packet",
     "check_nothing_hidden",
     "check_travels",
+    "children_of",
     "copied",
     "detached",
     "flatten",
+    "form_of",
     "join_packets",
     "name_of_leaf",
     "split_packet",
@@ -114,9 +116,46 @@ def name_of_leaf(structure: pytree.TreeSpec, index: int) -> str:
         >>> name_of_leaf(structure, 2), name_of_leaf(flatten(0)[1], 0)
         ("leaf ['masks'][1]", 'the tensor')
     """
-    tree = unflatten(range(structure.num_leaves), structure)
-    path, _ = pytree.tree_flatten_with_path(tree)[0][index]
-    return f"leaf {pytree.keystr(path)}" if path else "the tensor"
+    path = []
+    while not structure.is_leaf():
+        children = children_of(structure)
+        k = 0
+        while index >= children[k].num_leaves:
+            index -= children[k].num_leaves
+            k += 1
+        path.append(_keys(structure, len(children))[k])
+        structure = children[k]
+    return f"leaf {pytree.keystr(tuple(path))}" if path else "the tensor"
+
+
+def children_of(structure: pytree.TreeSpec) -> list[pytree.TreeSpec]:
+    """Return the branches of a pytree's shape."""
+    # Older torch has no method for that.
+    return list(getattr(structure, "children", lambda: structure.children_specs)())
+
+
+def _keys(structure: pytree.TreeSpec, n_children: int) -> list[Any]:
+    """Return the keys of the uppermost branches of a pytree."""
+    try:
+        node = pytree.SUPPORTED_NODES[structure.type].unflatten_fn(
+            range(n_children), structure.context
+        )
+        return [path[0] for path, _ in pytree.tree_flatten_with_path(node)[0]]
+    except Exception:  # a class that checks what it is made of, as torch's packed sequences do
+        return [pytree.SequenceKey(k) for k in range(n_children)]
+
+
+def form_of(structure: pytree.TreeSpec, leaf: Any) -> str:
+    """Write a pytree of this shape whose leaves are all the same.
+
+    Example:
+        >>> form_of(flatten({"x": 0, "masks": (1, 2)})[1], "*")
+        "{'x': '*', 'masks': ('*', '*')}"
+    """
+    try:
+        return repr(unflatten([leaf] * structure.num_leaves, structure))
+    except Exception:  # as above
+        return repr(structure)
 
 
 def join_packets(packets: Sequence[Packet]) -> Packet:

@@ -11,7 +11,6 @@ micro-batches' tensors are stacked (an output)::
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -20,12 +19,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from gpipebal.errors import BalanceError, ModelError, RowsError
+from gpipebal.errors import ModelError, RowsError
+from gpipebal.pipeline.values.dims import Dim, spread_dims
 from gpipebal.pipeline.values.microbatch import flatten, name_of_leaf, unflatten
 from gpipebal.schedule import check_count
 
 __all__ = [
-    "Dim",
     "chunk_sizes",
     "count_rows",
     "gather",
@@ -36,11 +35,7 @@ __all__ = [
     "same_structure",
     "scatter",
     "scatter_leaves",
-    "spread_dims",
 ]
-
-#: The dimension along which a tensor has its rows; None: it has none.
-Dim = int | None
 
 
 def chunk_sizes(rows: int, chunks: int) -> list[int]:
@@ -53,57 +48,6 @@ def chunk_sizes(rows: int, chunks: int) -> list[int]:
     n_chunks = max(1, min(chunks, rows))
     small, n_large = divmod(rows, n_chunks)
     return [small + 1] * n_large + [small] * (n_chunks - n_large)
-
-
-def spread_dims(dims: Any, structure: pytree.TreeSpec, name: str) -> list[Dim]:
-    """Give every leaf of a pytree its dimension.
-
-    Args:
-        dims: A pytree of ints and None that is a prefix of the structure: one entry may stand
-            for a whole branch.
-        structure: The pytree.
-        name: Name of the argument, for the error.
-
-    Raises:
-        BalanceError: `dims` is not a prefix of the structure, or has another entry.
-
-    Example:
-        >>> spread_dims((1, None), flatten((0, {"a": 0, "b": 0}))[1], "in_dims")
-        [1, None, None]
-    """
-    if type(dims) is int or dims is None:
-        return [dims] * structure.num_leaves
-    spread = pytree._broadcast_to_and_flatten(_in_order(dims, structure), structure)
-    if spread is None or any(type(dim) is not int and dim is not None for dim in spread):
-        raise BalanceError(
-            f"{name} does not fit: {name}={dims!r:.200} for a value of the form "
-            f"{unflatten(['*'] * structure.num_leaves, structure)!r} (expected ints and None in "
-            "the same form; one entry may stand for a whole branch).\n"
-            f"Fix: {name}=0 if every tensor has its rows along dim 0; else "
-            f"{unflatten([0] * structure.num_leaves, structure)!r} with the dimension of each."
-        )
-    return spread
-
-
-def _in_order(dims: Any, structure: pytree.TreeSpec) -> Any:
-    """Put the keys of dictionaries in the structure's order: torch pairs them by position."""
-    kind = pytree._get_node_type(dims)
-    if structure.is_leaf() or kind is not structure.type or kind not in pytree.SUPPORTED_NODES:
-        return dims
-    children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(dims)
-    if kind in (dict, OrderedDict, defaultdict):
-        # In a defaultdict the factory of defaults comes before the keys.
-        keys, there = (c[1] if kind is defaultdict else c for c in (context, structure.context))
-        if set(keys) != set(there):
-            return dims
-        by_key = dict(zip(keys, children, strict=True))
-        children, context = [by_key[key] for key in there], structure.context
-    # Older torch has no method for that.
-    below = getattr(structure, "children", lambda: structure.children_specs)()
-    if len(children) != len(below):
-        return dims
-    parts = [_in_order(d, s) for d, s in zip(children, below, strict=True)]
-    return pytree.SUPPORTED_NODES[kind].unflatten_fn(parts, context)
 
 
 def count_rows(

@@ -17,14 +17,9 @@ from torch import Tensor, nn
 
 from gpipebal.errors import BalanceError, ProfileError
 from gpipebal.pipeline.minibatch.inputs import leaves_of_call
+from gpipebal.pipeline.values.dims import Dim, spread_dims
 from gpipebal.pipeline.values.microbatch import Call, check_nothing_hidden, flatten, unflatten
-from gpipebal.pipeline.values.parting import (
-    Dim,
-    chunk_sizes,
-    count_rows,
-    scatter_leaves,
-    spread_dims,
-)
+from gpipebal.pipeline.values.parting import chunk_sizes, count_rows, scatter_leaves
 from gpipebal.pipeline.values.tensors import copy_of, has_storage, once_each, parts_of
 
 __all__ = ["Batch"]

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.process.phase import phase
+from gpipebal.pipeline.values.dims import Dim
 from gpipebal.pipeline.values.gradients import without_the_rest
 from gpipebal.pipeline.values.microbatch import Call, check_travels, flatten, unflatten
-from gpipebal.pipeline.values.parting import Dim
 from gpipebal.profiler.chain.clock import Clock, Span
 from gpipebal.profiler.chain.failures import (
     backward_failed,

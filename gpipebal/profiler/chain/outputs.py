@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from gpipebal.errors import ModelError
+from gpipebal.pipeline.values.dims import Dim, spread_dims
 from gpipebal.pipeline.values.microbatch import name_of_leaf
-from gpipebal.pipeline.values.parting import Dim, gather_leaves, spread_dims
+from gpipebal.pipeline.values.parting import gather_leaves
 from gpipebal.profiler.chain.failures import memory_for
 from gpipebal.profiler.chain.numbers import Arrived
 from gpipebal.profiler.chain.value import Value

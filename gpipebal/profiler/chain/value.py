@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpipebal.pipeline.values.dims import Dim
 from gpipebal.pipeline.values.microbatch import flatten
-from gpipebal.pipeline.values.parting import Dim
 from gpipebal.pipeline.values.tensors import copy_of
 from gpipebal.profiler.chain.failures import memory_for
 from gpipebal.profiler.chain.gradients import needs_gradient
