@@ -38,7 +38,8 @@ _SAME_RESULT = (
 )
 _SAME_LOSS = (
     "let loss_fn be a mean over rows (reduction='mean') or a sum over rows (reduction='sum'), "
-    "without random numbers: a step takes it of one micro-batch at a time."
+    "without random numbers: a step takes it of one micro-batch at a time. A mean over something "
+    "else, such as tokens that are not padding, is a sum divided by their number in the mini-batch."
 )
 _SAME_RECOMPUTE = (
     "let every layer do the same in the recompute as in the forward, whatever is_recomputing() "

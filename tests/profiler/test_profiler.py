@@ -281,7 +281,16 @@ BAD = {
     "no layers": (lambda: profile(nn.Sequential(), torch.ones(2, 1)), "no layers"),
     "wrong shape": (
         lambda: profile(nn.Sequential(nn.Identity(), nn.Linear(3, 1)), torch.ones(2, 5)),
-        r"layer '1' \(layer 1\) failed on a micro-batch of shape \(2, 5\) torch.float32",
+        r"layer '1' \(layer 1\) failed on a micro-batch of shape \(2, 5\) torch.float32.*"
+        r"\nFix: give a sample and .* be trained with: model\(sample\) should run\.",
+    ),
+    "recurrent layer as it is": (
+        lambda: profile(nn.Sequential(nn.GRU(3, 3), nn.Linear(3, 1)), torch.ones(2, 2, 3)),
+        r"must be Tensor, not tuple\nFix: let the layer take the tuple, or the one before it",
+    ),
+    "recurrent layers in a row": (
+        lambda: profile(nn.Sequential(nn.GRU(3, 3), nn.GRU(3, 3)), torch.ones(2, 2, 3)),
+        r"'tuple' object .*\nFix: let the layer take the tuple, or the one before it",
     ),
     "target too": (
         lambda: profile(nn.Sequential(nn.Linear(3, 1)), [torch.ones(2, 3), torch.ones(2)]),

@@ -23,6 +23,7 @@ from broken_layers import (
 )
 from chains import batchnorm_chain
 from torch import Tensor, nn
+from torch.nn import functional as F
 from verify_cases import dropouts, make, rows, tied
 
 import gpipebal as gb
@@ -161,6 +162,26 @@ def test_a_reduction_that_is_not_the_losss_is_found_and_its_fix_works() -> None:
         gb.verify(model, pipe, sample, loss_fn=lambda y: y.square().sum())
     assert "reduction='sum'" in str(caught.value)
     gb.verify(model, pipe, sample, loss_fn=lambda y: y.square().sum(), reduction="sum")
+
+
+def test_a_mean_over_what_is_not_padding_is_found_and_its_fix_works() -> None:
+    """Micro-batches have different numbers of tokens; the error says what to divide by."""
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5))
+    pipe = GPipe(model, [1, 1], chunks=2)
+    tokens = torch.ones(4, 3, dtype=torch.long)
+    target = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 0, 0], [2, 0, 0]])  # 0 is padding
+    n_tokens = int((target != 0).sum())
+
+    def loss_fn(y: Tensor, t: Tensor, reduction: str = "mean") -> Tensor:
+        return F.cross_entropy(y.flatten(0, 1), t.flatten(), ignore_index=0, reduction=reduction)
+
+    with pytest.raises(VerificationError, match="a sum divided by their number in the mini-batch"):
+        gb.verify(model, pipe, tokens, target=target, loss_fn=loss_fn)
+
+    def sum_over_tokens(y: Tensor, t: Tensor) -> Tensor:
+        return loss_fn(y, t, "sum") / n_tokens
+
+    gb.verify(model, pipe, tokens, target=target, loss_fn=sum_over_tokens, reduction="sum")
 
 
 def test_a_random_loss_is_compared_in_the_call_alone() -> None:

@@ -132,7 +132,15 @@ def forward_failed(error: Exception, name: str, index: int, shapes: str) -> Prof
     """Name the layer whose forward failed."""
     # What a data loader gives has the target beside the input.
     sample = "a sample" if index else "as sample only the input, without the target (target=),"
-    fix = f"give {sample} and a number of chunks that the model can be trained with."
+    fix = (
+        f"give {sample} and a number of chunks that the model can be trained with: "
+        "model(sample) should run."
+    )
+    if index and isinstance(error, (TypeError, AttributeError)) and "tuple" in text_of(error):
+        fix = (
+            "let the layer take the tuple, or the one before it return only what this one takes: "
+            "torch's recurrent layers and attention return tuples."
+        )
     if is_out_of_memory(error):
         fix = _LESS_MEMORY
     if not index and "does not require grad" in text_of(error):
