@@ -9,10 +9,11 @@ from statistics import median
 from typing import Any
 
 from gpipebal.files import write_record
+from gpipebal.plan import PeakMemory
 from gpipebal.text import aligned
 from gpipebal.units import count, format_bytes, format_change, format_percent, format_seconds
 
-__all__ = ["PlainTimes", "RunReport", "notes_on_scatter", "notes_on_threads"]
+__all__ = ["PlainTimes", "RunReport", "notes_on_scatter", "notes_on_threads", "notes_on_waiting"]
 
 FORMAT = "gpipebal-report"
 VERSION = 1
@@ -24,6 +25,10 @@ WIDE_SCATTER = 0.1
 #: From here on more threads have slowed the plain model down so much that it is not their work: by
 #: the factor that a step takes longer than with fewer.
 SLOWED = 2.0
+
+#: From here on a predicted peak memory is so far above the measured one that it needs a word: by
+#: the factor that it is larger.
+FAR_OVER = 1.02
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,31 @@ def notes_on_threads(plain: Sequence[PlainTimes]) -> list[str]:
                 "again while nothing else does, or with OMP_WAIT_POLICY=passive in the environment."
             ]
     return []
+
+
+def notes_on_waiting(memories: Sequence[PeakMemory], peak_bytes: Sequence[int]) -> list[str]:
+    """Say of which partitions less memory was measured because less waited than may have to.
+
+    Args:
+        memories: The predicted peak memory of each partition.
+        peak_bytes: The measured one.
+
+    Example:
+        >>> (note,) = notes_on_waiting([PeakMemory(activations=900, waiting=100)], [950])
+        >>> note.partition("(")[2].partition(")")[0]
+        '100 B of partition 0'
+    """
+    over = [
+        f"{format_bytes(memory.waiting)} of partition {j}"
+        for j, (memory, found) in enumerate(zip(memories, peak_bytes, strict=True))
+        if memory.total - memory.waiting <= found and memory.total >= FAR_OVER * found
+    ]
+    if not over:
+        return []
+    return [
+        "Predicted peak memory counts all values that may have to wait for busy neighbours "
+        f"({', '.join(over)}); in the measured step fewer waited."
+    ]
 
 
 @dataclass(frozen=True)

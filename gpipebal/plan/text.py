@@ -18,7 +18,7 @@ __all__ = ["above_mean", "explanation", "format_value", "plan_text"]
 
 #: A training step so many times as long as the makespan needs a word on what else takes time.
 _FAR_ABOVE = 1.3
-#: A rest that is a smaller fraction of the step is not named there.
+#: A rest that is a smaller fraction of the step, or of the peak memory, is not named.
 _NEGLIGIBLE = 0.01
 
 
@@ -131,10 +131,9 @@ def _step(plan: Plan) -> Iterator[str]:
         if rest > _NEGLIGIBLE * plan.step_time:
             others = ["loss"] if plan.loss_inside else []
             others += ["optimizer"] if plan.optimizer_time is None else []
-            others += [
-                "the way to the workers and back, and what actions take besides their layers"
-            ]
-            beside[", ".join(others)] = rest
+            others += ["the way to the workers and back", "what actions take besides their layers"]
+            others += ["forwards without a graph, if slower"] * plan.has_recomputes
+            beside[", ".join([*others[:-1], f"and {others[-1]}"])] = rest
         parts = [f"{what} {format_seconds(time)}" for what, time in beside.items() if time]
         yield (
             f"The training step, {step}, has more than the makespan, which is of the layers alone: "
@@ -330,6 +329,11 @@ def _memory(plan: Plan) -> list[str]:
         lines = [f"{text} and may use {format_bytes(limit)}: it lacks {lacks}, the most of all."]
     else:
         lines = [f"{text} and may use {format_bytes(limit)}: no other has less room."]
+    if (waiting := plan.partitions[j].memory.waiting) > _NEGLIGIBLE * peaks[j]:
+        lines.append(
+            f"{format_bytes(waiting)} of that is for values that may have to wait for busy "
+            "neighbours; a step in which fewer wait needs less."
+        )
     return [*lines, *([] if _knows_optimizer(plan) else [_no_optimizer(plan)])]
 
 

@@ -23,7 +23,7 @@ from gpipebal.profile import Profile
 from gpipebal.profiler import profile_model
 from gpipebal.profiler.setting import check_values, layers_of
 from gpipebal.profiler.step.optimizer import Maker
-from gpipebal.report import RunReport, notes_on_scatter, notes_on_threads
+from gpipebal.report import RunReport, notes_on_scatter, notes_on_threads, notes_on_waiting
 from gpipebal.run.attempts import fastest, try_plans
 from gpipebal.run.comparison import Measured, train_in_turns
 from gpipebal.run.folder import Folder
@@ -323,6 +323,7 @@ class _Job:
             plain=tuple(measured.plain),
             notes=(
                 *self._notes(plan),
+                *notes_on_waiting([part.memory for part in plan.partitions], measured.peak_bytes),
                 *measured.notes,
                 *notes_on_scatter(measured.plain),
                 *notes_on_threads(measured.plain),

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from gpipebal.report import PlainTimes, RunReport, notes_on_threads
+from gpipebal.plan import PeakMemory
+from gpipebal.report import PlainTimes, RunReport, notes_on_threads, notes_on_waiting
 
 REPORT = RunReport(
     model="tiny",
@@ -89,3 +90,23 @@ def test_a_note_says_where_more_threads_are_slower() -> None:
     (note,) = notes_on_threads([*slower, one])
     assert "3.7 times as long with 8 threads as with 1 thread" in note
     assert not notes_on_threads([])
+
+
+@pytest.mark.parametrize(
+    ("waiting", "measured", "is_said"),
+    [
+        (100, 900, True),
+        # All that may wait did.
+        (100, 1000, False),
+        # A little less waited.
+        (100, 990, False),
+        # What may wait is less than the difference: something else was counted too.
+        (100, 800, False),
+        (0, 900, False),
+    ],
+)
+def test_memory_that_did_not_wait_is_named(waiting: int, measured: int, is_said: bool) -> None:
+    """A plan counts what may wait in any timing, and a reader sees the difference."""
+    memory = PeakMemory(activations=1000 - waiting, waiting=waiting)
+    notes = notes_on_waiting([PeakMemory(activations=10), memory], [10, measured])
+    assert [f"({waiting} B of partition 1)" in note for note in notes] == [True] * is_said

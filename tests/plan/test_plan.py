@@ -404,7 +404,10 @@ makespan 20.0 s; bubble 50.0 %; imbalance 1.400; \
 
 
 #: What else a step has.
-_REST = "the way to the workers and back, and what actions take besides their layers"
+_REST = (
+    "the way to the workers and back, what actions take besides their layers, "
+    "and forwards without a graph, if slower"
+)
 
 
 @pytest.mark.parametrize(
@@ -421,6 +424,12 @@ _REST = "the way to the workers and back, and what actions take besides their la
         # The optimizer was not measured.
         ({"pause_time": 10.0}, "loss and joining the outputs 10.0 s."),
         ({}, f"optimizer, {_REST} 10.0 s."),
+        # Every forward has a graph.
+        (
+            {"checkpoint": "never", "loss_inside": True, "optimizer_time": 5.0},
+            "optimizer 5.00 s; loss, the way to the workers and back, "
+            "and what actions take besides their layers 5.00 s.",
+        ),
     ],
 )
 def test_a_step_far_above_the_makespan_names_its_parts(changes: Any, parts: str) -> None:
@@ -430,6 +439,16 @@ def test_a_step_far_above_the_makespan_names_its_parts(changes: Any, parts: str)
     assert f"{line}{parts}" in str(plan).splitlines()
     assert f"{line}{parts}" in plan.explain().splitlines()
     assert "has more than the makespan" not in str(_plan(step_time=25.0, **changes))
+
+
+def test_what_may_wait_is_said_beside_the_peak() -> None:
+    """A step in which less waits needs less; a hundredth is not worth a word."""
+    parts = _plan().partitions
+    for waiting, is_said in ((1024, True), (10, False)):
+        memory = PeakMemory(1024, 1024, optimizer=0, waiting=waiting)
+        text = _plan(partitions=(replace(parts[0], memory=memory), parts[1])).explain()
+        said = f"{gb.units.format_bytes(waiting)} of that is for values that may have to wait"
+        assert (said in text) == is_said
 
 
 def test_the_optimizer_of_a_plan_is_the_profiles() -> None:
