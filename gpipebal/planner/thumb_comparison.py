@@ -119,6 +119,11 @@ class RuleTable:
                     _shortened(row.balance),
                 ]
             )
+        if any(row.gap is None and (row.above_plan or 0.0) < 0.0 for row in self.rows):
+            notes.append(
+                "A rule below the plan breaks a limit or a rule about layers that the plan "
+                "keeps, unless the plan's balance was given."
+            )
         title = (
             f"objective {self.objective}, {count(self.chunks, 'micro-batch')}, schedule "
             f"{self.schedule!r}"

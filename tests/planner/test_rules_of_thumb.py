@@ -130,6 +130,19 @@ def test_the_table_is_printed_and_a_frame() -> None:
         table.row("magic")
 
 
+def test_a_rule_below_the_plan_is_explained() -> None:
+    """It breaks what the plan keeps: a reader would take the plan for a bad one."""
+    profile = gb.Profile.from_costs([1.0] * 6, parameter_bytes=[30, 0, 0, 0, 0, 0], chunks=4)
+    within = compare_rules(profile, solve(profile, 2, checkpoint="never", max_layers=3))
+    assert "below the plan" not in str(within)
+    pinned = compare_rules(profile, solve(profile, 2, checkpoint="never", pin={1: 1}))
+    assert (pinned.row("equal layers").above_plan or 0.0) < 0.0
+    assert str(pinned).endswith(
+        "A rule below the plan breaks a limit or a rule about layers that the plan keeps, unless "
+        "the plan's balance was given."
+    )
+
+
 def test_other_schedules_and_modes_are_kept() -> None:
     """Under 1F1B with a mode per partition, all rows are of that schedule and those modes."""
     profile = gb.Profile.from_costs([3.0, 1.0, 1.0, 1.0], chunks=6)
