@@ -75,7 +75,7 @@ class Plan:
             or the time of a link, forwards and backwards, if that is longer and copies overlap.
         step_time: Predicted seconds of a training step: forwards, gather, loss, backwards,
             optimizer; None when a part of it was not measured. Unlike in the makespan, forwards
-            without a graph have their own, shorter times in it, where they were measured.
+            without a graph have their own, mostly shorter times in it, where they were measured.
         pause_time: Seconds of gather and loss, between the phases; None if not measured, or if
             the schedule has no phases.
         optimizer_time: Seconds of the optimizer; None if not measured.
