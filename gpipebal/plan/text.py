@@ -132,7 +132,7 @@ def _step(plan: Plan) -> Iterator[str]:
             others = ["loss"] if plan.loss_inside else []
             others += ["optimizer"] if plan.optimizer_time is None else []
             others += ["the way to the workers and back", "what actions take besides their layers"]
-            others += ["forwards without a graph, if slower"] * plan.has_recomputes
+            others += ["forwards without a graph (if slower)"] * plan.has_recomputes
             beside[", ".join([*others[:-1], f"and {others[-1]}"])] = rest
         parts = [f"{what} {format_seconds(time)}" for what, time in beside.items() if time]
         yield (

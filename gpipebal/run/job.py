@@ -351,7 +351,9 @@ class _Job:
         return fastest(tried).plan
 
     def _notes(self, plan: Plan) -> list[str]:
-        notes = []
+        busy = "busy: "
+        flags = [flag for flag in plan.provenance["flags"] if flag.startswith(busy)]
+        notes = [f"The machine was busy: {flag.removeprefix(busy)}." for flag in flags]
         if plan.chunks < self.chunks:
             notes.append(
                 f"{count(self.chunks, 'micro-batch')} were asked for, but the mini-batch has only "

@@ -83,6 +83,26 @@ def test_run_keeps_a_memory_limit(tmp_path: Path) -> None:
     assert Profile.load(tmp_path / "profile.json").n_layers == 5  # what took minutes is kept
 
 
+@BRIEF
+def test_run_says_that_the_profile_is_of_a_busy_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its predictions then may be far off; of other flags the profile itself tells."""
+    measure = job.profile_model
+    flags = ["wide: they spread", "busy: no core for 60% of the time; measure again"]
+
+    def flagged(*args: Any, **options: Any) -> Profile:
+        profile = measure(*args, **options)
+        return replace(profile, provenance={**profile.provenance, "flags": flags})
+
+    monkeypatch.setattr(job, "profile_model", flagged)
+    report = run(
+        "workloads:tiny", chunks=2, steps=1, device="cpu", output=tmp_path, echo=str, progress=False
+    )
+    said = "The machine was busy: no core for 60% of the time; measure again."
+    assert said in report.notes and not any("they spread" in note for note in report.notes)
+
+
 @pytest.mark.usefixtures("short_profile")
 def test_run_does_the_whole_job(tmp_path: Path) -> None:
     """One call profiles, plans, trains and compares, and leaves all files readable."""

@@ -406,7 +406,7 @@ makespan 20.0 s; bubble 50.0 %; imbalance 1.400; \
 #: What else a step has.
 _REST = (
     "the way to the workers and back, what actions take besides their layers, "
-    "and forwards without a graph, if slower"
+    "and forwards without a graph (if slower)"
 )
 
 
