@@ -103,6 +103,30 @@ def test_run_says_that_the_profile_is_of_a_busy_machine(
     assert said in report.notes and not any("they spread" in note for note in report.notes)
 
 
+@BRIEF
+def test_run_profiles_and_trains_under_the_autocast_of_the_users_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command line has no option for it."""
+    dtypes = []
+    train = job.train_in_turns
+
+    def watched(pipe: GPipe, *args: Any, **options: Any) -> Any:
+        pipe[-1].register_forward_hook(lambda _layer, _input, output: dtypes.append(output.dtype))
+        return train(pipe, *args, **options)
+
+    monkeypatch.setattr(job, "train_in_turns", watched)
+    try:
+        run(
+            "workloads:tiny_under_autocast", chunks=2, steps=1, device="cpu", output=tmp_path,
+            echo=str, progress=False,
+        )  # fmt: skip
+    finally:
+        torch.set_autocast_enabled("cpu", False)
+    assert Profile.load(tmp_path / "profile.json").provenance["autocast"] == "bfloat16"
+    assert set(dtypes) == {torch.bfloat16}
+
+
 @pytest.mark.usefixtures("short_profile")
 def test_run_does_the_whole_job(tmp_path: Path) -> None:
     """One call profiles, plans, trains and compares, and leaves all files readable."""

@@ -39,6 +39,13 @@ def without_values() -> tuple[nn.Sequential, Tensor]:
     return model.to("meta"), sample.to("meta")
 
 
+def tiny_under_autocast() -> tuple[nn.Sequential, Tensor]:
+    """Turn autocast on for all that follows, and return the same."""
+    torch.set_autocast_dtype("cpu", torch.bfloat16)
+    torch.set_autocast_enabled("cpu", True)
+    return tiny()
+
+
 class _Outgrown(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         raise MemoryError
