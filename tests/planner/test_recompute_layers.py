@@ -465,6 +465,31 @@ def test_an_error_says_whether_modes_would_do(chunks: int) -> None:
     assert seen == {False, True}
 
 
+def test_an_error_says_whether_the_loss_inside_would_do() -> None:
+    """Large outputs exist at once where the caller computes the loss, whatever is recomputed."""
+    profile = gb.Profile.from_costs(
+        [1.0] * 4, saved_bytes=[MiB] * 4, output_bytes=[MiB, MiB, MiB, 50 * MiB], chunks=4
+    )
+    plan = gb.evaluate(profile, [2, 2], checkpoint="never")
+    seen = set()
+    for limit in range(40 * MiB, 400 * MiB, 20 * MiB):
+        try:
+            recompute_layers(profile, plan, memory_limit=limit)
+        except InfeasibleError as error:
+            text = str(error)
+        else:
+            continue
+        said = "; or solve with checkpoint='auto', loss_inside=True (and train with pipe" in text
+        try:
+            gb.solve(profile, 2, checkpoint="auto", memory_limit=limit, loss_inside=True)
+        except InfeasibleError:
+            assert not said, limit
+        else:
+            assert said, limit
+        seen.add(said)
+    assert seen == {False, True}
+
+
 @pytest.mark.parametrize("limit", ["2 GiB", "110 MiB", ["2 GiB", "90 MiB"], None])
 def test_an_error_says_which_limits_of_devices_would_do(limit: Any) -> None:
     """Of two limits the lower one counts: where only the other one grows, nothing changes."""

@@ -117,8 +117,11 @@ def _infeasible(posed: Posed, plan: Plan, j: int, *, all_tried: bool) -> Infeasi
     if enough is not None:
         fix = _larger_limits(posed, plan, enough)
     asked = replace(posed.question, checkpoint="auto", chunks=(posed.chunks,), deadline=NO_DEADLINE)
+    inside = replace(asked, loss_inside=True)
     if has_plan(asked):
         fix += "; or solve with checkpoint='auto', and recompute no single layers"
+    elif not asked.loss_inside and has_plan(inside):
+        fix += "; or solve with checkpoint='auto', loss_inside=True (and train with pipe.step)"
     which, least = "whichever of its layers are recomputed", "at least"
     if not all_tried:
         # Without what may wait for busy neighbours some runs fit, and there are many.
