@@ -284,6 +284,10 @@ BAD = {
         r"layer '1' \(layer 1\) failed on a micro-batch of shape \(2, 5\) torch.float32.*"
         r"\nFix: give a sample and .* be trained with: model\(sample\) should run\.",
     ),
+    "list of layers as a layer": (
+        lambda: profile(nn.Sequential(nn.ModuleList([nn.Tanh()])), torch.ones(2, 1)),
+        r"ModuleList.*\nFix: make layers of the modules in it: nn.Sequential\(first, \*blocks",
+    ),
     "recurrent layer as it is": (
         lambda: profile(nn.Sequential(nn.GRU(3, 3), nn.Linear(3, 1)), torch.ones(2, 2, 3)),
         r"must be Tensor, not tuple\nFix: let the layer take the tuple, or the one before it",

@@ -153,6 +153,11 @@ def forward_failed(error: Exception, name: str, index: int, shapes: str) -> Prof
             "give fewer chunks or a larger sample, so that every micro-batch has 2 rows or more, "
             "and no 1 in rows: batch normalisation cannot train on one value per channel."
         )
+    if isinstance(error, NotImplementedError) and '"forward" function' in text_of(error):
+        fix = (
+            "make layers of the modules in it: nn.Sequential(first, *blocks, last), where blocks "
+            "is an nn.ModuleList."
+        )
     if isinstance(error, TypeError) and "forward() missing " in text_of(error):
         fix = (
             "let its forward take one argument, such as a tuple of several: what goes into a layer "
