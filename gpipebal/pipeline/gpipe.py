@@ -121,7 +121,7 @@ class GPipe(Container):
     """
 
     _runtime: Runtime | None
-    _is_for_step = False
+    _planned: planned.Planned | None = None
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class GPipe(Container):
             timeout=timeout,
         )
         pipe.schedule = plan.schedule
-        pipe._is_for_step = planned.is_for_step(plan)
+        pipe._planned = planned.Planned(plan, pipe.devices)
         for warning in planned.plan_warnings(
             plan, chain.layers_of(module), pipe.threads_per_partition, in_dims, keyword_dims
         ):
@@ -258,7 +258,6 @@ class GPipe(Container):
             BaseException: whatever a layer raised, with its own type and traceback, and notes
                 that name partition, phase, micro-batch and layer.
         """
-        planned.warn_of_call(self)
         input = chain.check_one_input(input, others, keywords)
         leaves, inputs = self._parted(input, keywords)
         if not self._modules:
@@ -374,6 +373,7 @@ class GPipe(Container):
         order = make_schedule(schedule, len(self.balance), len(inputs.micro_batches), checkpoint)
         check_order_of_talk(self, runtime.talkers, order)
         record, inside = None, loss is not None
+        planned.warn_of_call(self, in_step=inside)
         if self._recorder is not None:
             record = self._recorder.begin(order, self.balance, checkpoint, inside)
         return MiniBatch(

@@ -141,7 +141,7 @@ def run_pipe(
     for name, layer in pipe._modules.items():
         copied(f"layer {name!r} of the pipeline", layer, memo)
     mine: GPipe = copied("the pipeline", pipe, memo)
-    mine._is_for_step = False  # no training: nothing is to be changed about its calls
+    mine._planned = None  # no training: nothing is to be changed about its calls
     leaves, inputs = _parted(mine, task)
     if watch is not None:
         for k, (name, layer) in enumerate(list(mine._modules.items())):

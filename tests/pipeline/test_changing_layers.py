@@ -484,6 +484,36 @@ def test_plans_for_changed_models_warn() -> None:
         )
 
 
+def test_training_under_another_autocast_than_the_profile_warns_once() -> None:
+    """Times and memory are of other dtypes. Calls without a graph, and estimates, are not meant."""
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.ones(2, 3)
+    plain = gb.profile_model(model, x, threads=1, timeout=0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = gb.profile_model(model, x, threads=1, timeout=0)
+    estimated = gb.profile_model(model, x, method="estimate", timeout=0)
+
+    def pipe_of(profile: gb.Profile) -> GPipe:
+        return GPipe.from_plan(model, gb.solve(profile, 2), threads_per_partition=1)
+
+    pipe = pipe_of(plain)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        pipe_of(cast)(x)
+        with torch.no_grad():
+            pipe(x)
+        text = "are trained under autocast to bfloat16, but were profiled without autocast"
+        with pytest.warns(UserWarning, match=text):
+            pipe.step(x, loss_fn=Tensor.sum)
+        pipe.step(x, loss_fn=Tensor.sum)
+    pipe_of(plain)(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        GPipe(model, [1, 1])(x)
+    pipe = pipe_of(cast)
+    with pytest.warns(UserWarning, match="trained without autocast, but were profiled under auto"):
+        pipe(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        GPipe.from_plan(model, gb.solve(estimated, 2))(x)
+
+
 def test_replaced_layers_are_used() -> None:
     """A layer that is replaced in the pipeline runs; settings that cannot change say so."""
     pipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], chunks=2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,9 +22,9 @@ from gpipebal.schedule import check_schedule
 from gpipebal.units import count
 
 __all__ = [
+    "Planned",
     "check_plan",
     "check_plan_settings",
-    "is_for_step",
     "plan_warnings",
     "warn_of_call",
     "with_runs_of",
@@ -120,24 +120,53 @@ def with_runs_of(plan: Plan, module: nn.Module, deferred: bool) -> nn.Module:
     return with_recompute(module, plan.runs)
 
 
-def is_for_step(plan: Plan) -> bool:
-    """Tell whether it is only in `GPipe.step` that a plan keeps the memory limits it was made for.
+class Planned:
+    """What a plan counts on and a call may not keep to, as far as no call has been warned of it.
 
-    A caller's loss needs the outputs of all micro-batches, and all forwards before it.
+    Attributes:
+        is_for_step: Whether it is only in `GPipe.step` that it keeps the memory limits it was made
+            for: a caller's loss needs the outputs of all micro-batches, and all forwards before it.
+        autocast: The kind of device that was measured and the dtype that autocast cast to there,
+            None if it was off; None: nothing was measured, or on other devices than the pipeline's.
     """
-    limited = any(part.memory_limit is not None for part in plan.partitions)
-    return limited and (plan.loss_inside or plan.schedule != "gpipe")
+
+    def __init__(self, plan: Plan, devices: Iterable[torch.device]) -> None:
+        limited = any(part.memory_limit is not None for part in plan.partitions)
+        self.is_for_step = limited and (plan.loss_inside or plan.schedule != "gpipe")
+        self.autocast: tuple[str, Any] | None = None
+        kind = plan.provenance.get("device_type")
+        is_measured = plan.provenance.get("method") == "measure"
+        kinds = [device.type for device in devices if device.type == kind]
+        if is_measured and kinds:
+            self.autocast = kinds[0], plan.provenance.get("autocast")
 
 
-def warn_of_call(pipe: Any) -> None:
-    """Warn once where a pipeline whose plan `is_for_step` is called in training."""
-    if pipe._is_for_step and pipe.training and torch.is_grad_enabled():
-        pipe._is_for_step = False
+def warn_of_call(pipe: Any, *, in_step: bool) -> None:
+    """Warn once where a pipeline is trained in another way than its plan counts on."""
+    planned: Planned | None = pipe._planned
+    if planned is None or not (pipe.training and torch.is_grad_enabled()):
+        return
+    if planned.is_for_step and not in_step:
+        planned.is_for_step = False
         warn_caller(
             "the plan keeps its memory limit with the loss inside the pipeline, and pipe(x) leaves "
             "the loss to the caller: it may need more memory. Fix: pipe.step(x, target=y, "
             "loss_fn=loss_fn); or a plan of solve(..., schedule='gpipe', loss_inside=False).",
         )
+    if planned.autocast is not None:
+        (kind, then), planned.autocast = planned.autocast, None
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        now = None if dtype is None else str(dtype).removeprefix("torch.")
+        if now != then:
+            warn_caller(
+                f"the layers are trained {_under(now)}, but were profiled {_under(then)}: the "
+                "plan's times and memory may be wrong. Fix: call profile_model under the "
+                "torch.autocast that you train under."
+            )
+
+
+def _under(dtype: Any) -> str:
+    return "without autocast" if dtype is None else f"under autocast to {dtype}"
 
 
 def plan_warnings(
