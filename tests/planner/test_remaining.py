@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 from operator import le
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from examples import examples
@@ -135,7 +136,7 @@ def test_in_a_part_of_all_splits_the_best_of_that_part_is_found(
 
 
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=SLOW)
-@given(questions(), st.integers(0, 60))
+@given(questions(), st.integers(0, 200))
 def test_what_is_proven_with_few_walks_is_true(question: Posed | None, walks: int) -> None:
     """Whenever the search ends, its bound is not above the best value, and its plan fits."""
     known = [] if question is None else values_of(question)
@@ -143,8 +144,8 @@ def test_what_is_proven_with_few_walks_is_true(question: Posed | None, walks: in
         return
     assert question is not None
     start = plan_of_way(question, known[-1][1]).with_bound(0.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remaining, "_MOST_WALKS", walks)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(remaining, "_MOST_WALKS", walks)
         plan = proven(RowPeaks(question), start, NO_DEADLINE)
     assert plan.lower_bound <= known[0][0] * (1 + ROUNDING)
     assert known[0][0] * (1 - ROUNDING) <= plan.value <= start.value
@@ -220,12 +221,27 @@ def test_a_shorter_search_raises_the_bound() -> None:
     start = plan_of_way(question, Way((0, 4, 8, 12, 16, 20), ("except_last",) * 5, (0, 1, 2, 3, 4)))
     found = []
     for walks in (0, 40, 4_000):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(remaining, "_MOST_WALKS", walks)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(remaining, "_MOST_WALKS", walks)
             found.append(proven(RowPeaks(question), start, NO_DEADLINE))
     none, some, all_of_them = found
     assert none == start
     assert 0 < some.lower_bound < all_of_them.lower_bound == all_of_them.value <= some.value
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_search_that_was_broken_off_goes_on_where_it_ended(seed: int) -> None:
+    """It finds what it would have found at once, and looks at no beginning twice."""
+    question = posed(skipping(seed, n_layers=20), 5, schedule="1f1b", objective="peak_memory")
+    start = plan_of_way(question, Way((0, 4, 8, 12, 16, 20), ("except_last",) * 5, (0, 1, 2, 3, 4)))
+    plans, looks, narrowed = [], [], remaining._Going._narrowed
+    for shares in ((1,), (0.01, 1)):
+        as_it_is = patch.object(remaining._Going, "_narrowed", autospec=True, side_effect=narrowed)
+        with patch.object(remaining, "_SHARES", shares), as_it_is as looked_at:
+            plans.append(proven(RowPeaks(question), start, NO_DEADLINE))
+        looks.append([call.args[1] for call in looked_at.call_args_list])
+    assert plans[0] == plans[1] and plans[0].status == "optimal"
+    assert len(set(looks[1])) == len(looks[1]) <= len(looks[0])
 
 
 def test_without_time_or_a_gap_or_an_objective_nothing_is_looked_at() -> None:

@@ -128,6 +128,11 @@ class LeftRuns:
             kept = list(map(or_, kept, ends))
         return kept
 
+    def leads_on(self, bounds: Sequence[int]) -> bool:
+        """Tell whether any way that is left may have these first bounds, by the last of them."""
+        j = len(bounds) - 1
+        return j == len(self.ends) or self._far[j][bounds[-1]] > 0
+
     def after(self, bounds: Sequence[int]) -> tuple[int, ...]:
         """Return how far each later partition reaches at most, if these are the first bounds."""
         ends: list[int] = []

@@ -43,8 +43,8 @@ _MOST_WALKS, _FEW_WALKS = 6_000, 1_200
 #: simulated as this; and a set of ends as this, where runs have a bound of their own or not.
 _LOOK, _ROW, _BOUNDED_SET, _SET = 1 / 25, 1 / 4, 1 / 100, 1 / 300
 #: Which share of the walks that are left each goal may take: at first the plan's value; if there
-#: are too many ways, lower ones; at last the plan's value again, of which more is known by then.
-_SHARES = (1 / 8, *(1 / 4,) * 3, 1 / 2, *(1 / 4,) * 2, 1)
+#: are too many ways, lower ones; at last the plan's value again, from where that search ended.
+_SHARES = (1 / 3, *(1 / 4,) * 4, 1)
 #: Up to this many orders of the devices are gone through.
 _MOST_ORDERS = 24
 #: Simulated times that differ by this fraction may be equal: sums are rounded.
@@ -81,12 +81,13 @@ def proven(rows: RowPeaks, plan: Plan, deadline: Deadline, *, thorough: bool = T
     going = _Going(rows, deadline, _MOST_WALKS if thorough else _FEW_WALKS)
     low, high, goal = plan.lower_bound, plan.value, plan.value
     for share in _SHARES:
-        better, is_done = going.through(orders, plan.value if share == 1 else goal, share)
+        is_own = goal >= plan.value or share == 1
+        better, is_done = going.through(orders, plan.value if is_own else goal, share, is_own)
         if better is not None:
             value, way = better
             plan = plan_of_split(posed, way.split(value, min(low, value), plan.method))
             high = min(high, plan.value)
-        if is_done and (goal >= plan.value or share == 1):
+        if is_done and is_own:
             return plan.with_bound(plan.value)
         if is_done:
             # Below a lower goal nothing is left, to within the rounding of simulated times.
@@ -143,6 +144,8 @@ class _Going:
         self._modes = modes_of(asked, posed.problem.n_partitions)
         self._open_modes = CHECKPOINT_MODES if is_auto else tuple(dict.fromkeys(self._modes))
         self._fitting: dict[object, list[int]] = {}
+        #: By the order of devices, where the search for anything better than the plan ended.
+        self._waiting: dict[tuple[int, ...], list[_Beginning]] = {}
         self._walks_left, self._kept = most_walks + rows.n_walks, 0.0
         n_sets = posed.problem.n_layers * len(self._modes) * len(self._open_modes)
         self._for_sets = n_sets * (_BOUNDED_SET if question.is_searched else _SET)
@@ -152,7 +155,7 @@ class _Going:
         return goal * (1 - _ROUNDING) if self._question.is_searched else goal
 
     def through(
-        self, orders: Sequence[tuple[int, ...]], goal: float, share: float
+        self, orders: Sequence[tuple[int, ...]], goal: float, share: float, goes_on: bool
     ) -> tuple[tuple[float, Way] | None, bool]:
         """Look for ways whose value is below a goal.
 
@@ -160,6 +163,7 @@ class _Going:
             orders: Orders of the devices.
             goal: The value.
             share: How much of the walks that are left, but for sets, may be used.
+            goes_on: Whether to go on where the last such search ended, whose goal was no lower.
 
         Returns:
             The best that was found with its value, if any; and whether no other is below the goal.
@@ -170,7 +174,9 @@ class _Going:
         for order in orders:
             if self._is_out:
                 return best, False
-            for value, way in self._better(order, goal):
+            first = [_Beginning((0,), (), *self._slowest)]
+            waiting = self._waiting.setdefault(order, first) if goes_on else first
+            for value, way in self._better(order, goal, waiting):
                 best, goal = (value, way), value
         return best, not self._is_out
 
@@ -178,10 +184,15 @@ class _Going:
     def _is_out(self) -> bool:
         return self._walks_left - self._rows.n_walks < self._kept or self._deadline.is_up
 
-    def _better(self, order: tuple[int, ...], goal: float) -> Iterator[tuple[float, Way]]:
-        """Yield better and better ways to run the chain on devices in an order."""
+    def _better(
+        self, order: tuple[int, ...], goal: float, waiting: list[_Beginning]
+    ) -> Iterator[tuple[float, Way]]:
+        """Yield better and better ways to run the chain on devices in an order.
+
+        All go on from those that are `waiting`; if there are too many, some still are in the end.
+        """
         left = self._left(order, goal)
-        waiting = [_Beginning((0,), (), *self._slowest)]
+        waiting[:] = [now for now in waiting if left.leads_on(now.bounds)]
         while waiting and not self._is_out:
             self._walks_left -= _LOOK
             now = self._narrowed(waiting.pop(), left, order, goal)
