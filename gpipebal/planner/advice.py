@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from gpipebal.errors import BalanceError, InfeasibleError, ProfileError
+from gpipebal.plan import Plan
 from gpipebal.planner.devices import DeviceCosts
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Question
@@ -74,16 +75,16 @@ def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
     lack, k, path = min(known, key=lambda one: one[:2])
     posed = all_posed[k]
     worst = worst_lack(to_explain(posed), path)
-    waits = about_waiting(posed, lack)
+    waits, known_plan = about_waiting(posed, lack), None
     if waits:
         # So much may never wait: of few splits it is known how much may wait in them.
-        tried = [(one, at) for at in all_posed if (one := least_with_waiting(at)) is not None]
-        least, at = min(tried, key=lambda one: one[0].peak, default=(worst, posed))
+        tried = [(*one, at) for at in all_posed if (one := least_with_waiting(at)) is not None]
+        least, plan, at = min(tried, key=lambda one: one[0].peak, default=(worst, None, posed))
         if least.peak - least.limit < lack:
-            worst, posed, lack = least, at, least.peak - least.limit
+            worst, posed, lack, known_plan = least, at, least.peak - least.limit, plan
             waits = about_waiting(posed, lack)
     j, device, limit, peak, start, end = worst
-    helps, given = _helps(question, lack), limit_as_given(question, device, limit)
+    helps, given = _helps(question, lack, known_plan), limit_as_given(question, device, limit)
     needs = "may need" if waits else "needs"
     return InfeasibleError(
         f"partition {j} does not fit its device: memory_limit={given} "
@@ -95,15 +96,15 @@ def explain(all_posed: Sequence[Posed]) -> InfeasibleError:
     )
 
 
-def _helps(question: Question, lack: int) -> list[str]:
-    """List changes that help against a lack of memory."""
+def _helps(question: Question, lack: int, plan: Plan | None) -> list[str]:
+    """List changes that help against a lack of memory, which is that of a plan if one is known."""
     ways = (_other_modes, _loss_by_micro_batch, _more_chunks, _more_partitions)
     # More memory first, and whatever the time: all that has to be known for that is known already.
     groups = [
         (_MEMORY, _more_memory(replace(question, deadline=NO_DEADLINE), lack)),
         *((k, way(question)) for k, way in enumerate(ways)),
     ]
-    found = _tried([*groups, (5, _looser(question))], question, _several(question))
+    found = _tried([*groups, (5, _looser(question))], question, _several(question), plan)
     return found or ["a smaller model, or fewer rows in a mini-batch"]
 
 
@@ -111,6 +112,7 @@ def _tried(
     groups: Iterable[tuple[int, Iterator[tuple[str, Question]]]],
     question: Question,
     several: Iterable[tuple[str, Question]] = (),
+    plan: Plan | None = None,
 ) -> list[str]:
     """List the changes that help, as far as there is time to try them.
 
@@ -118,13 +120,14 @@ def _tried(
         groups: Changes in the order in which they are tried, with their place among all.
         question: The question, which knows when time is up.
         several: What is tried where no change of these helps, other than more memory.
+        plan: One that may fit with more memory.
     """
     found = list[tuple[int, str]]()
     is_late = False
     try:
         for place, changes in groups:
             for text, other in changes:
-                if has_plan(other) or (place == _MEMORY and is_found(other)):
+                if has_plan(other) or (place == _MEMORY and is_found(other, plan)):
                     found.append((place, text))
         if all(place == _MEMORY for place, _ in found):
             found += [(_MEMORY - 1, text) for text, _ in several]

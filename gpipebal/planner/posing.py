@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from gpipebal.errors import BalanceError
@@ -37,6 +37,7 @@ class Posed:
         chunks: Micro-batches per mini-batch.
         problem: The problem, with the least memory that partitions need, whatever the others are.
         notes: What a reader should know.
+        known: Plans that were found for variants of the question, by what is asked for there.
     """
 
     question: Question
@@ -44,6 +45,9 @@ class Posed:
     chunks: int
     problem: Problem
     notes: tuple[str, ...]
+    known: dict[str, Plan | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @cached_property
     def cautious(self) -> Problem:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpipebal.errors import BalanceError, ProfileError
+from gpipebal.plan import Plan
 from gpipebal.plan.text import layer_range
+from gpipebal.planner.execution import Way
+from gpipebal.planner.plans import fits, plan_of_way
 from gpipebal.planner.posing import Posed, pose
 from gpipebal.planner.question import Question
 from gpipebal.planner.search.all_ways import all_ways
@@ -55,11 +58,11 @@ def about_waiting(posed: Posed, lack: int) -> str:
     return f"{text} some splits fit, but none does with what may wait in its own."
 
 
-def least_with_waiting(posed: Posed) -> Lack | None:
+def least_with_waiting(posed: Posed) -> tuple[Lack, Plan] | None:
     """Find the partition that lacks most where the largest peak is least, with what may wait there.
 
     Returns:
-        That partition; None: devices have several limits.
+        That partition and its plan; None: devices have several limits.
     """
     limit, *others = set(posed.problem.limits)
     plan = None if limit is None or others else least_peak_plan(posed)
@@ -68,16 +71,28 @@ def least_with_waiting(posed: Posed) -> Lack | None:
     totals = [partition.memory.total for partition in plan.partitions]
     j = max(range(len(totals)), key=totals.__getitem__)
     start = sum(plan.balance[:j])
-    return Lack(j, plan.places[j], limit, totals[j], start, start + plan.balance[j])
+    return Lack(j, plan.places[j], limit, totals[j], start, start + plan.balance[j]), plan
 
 
-def is_found(question: Question) -> bool:
-    """Whether a plan is found for a question, with what may wait in it."""
+def is_found(question: Question, known: Plan | None) -> bool:
+    """Whether a plan is found for a question, with what may wait in it.
+
+    Args:
+        question: The question.
+        known: A plan of another question that may fit for this one, and is tried first.
+    """
     try:
         all_posed = [pose(question, chunks) for chunks in question.chunks or (None,)]
+        if known is not None and any(_fits_for(posed, known) for posed in all_posed):
+            return True
         return any(best_of(posed).plan is not None for posed in all_posed)
     except (BalanceError, ProfileError):
         return False
+
+
+def _fits_for(posed: Posed, plan: Plan) -> bool:
+    """Whether a question is answered by the way of a plan that was made for other limits."""
+    return posed.chunks == plan.chunks and fits(plan_of_way(posed, Way.of(plan)))
 
 
 def limit_as_given(question: Question, device: int, limit: int) -> int:

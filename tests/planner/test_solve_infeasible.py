@@ -5,17 +5,20 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plan_oracle import MODES, all_plans, profiles
+from planner.test_descent import skipping
 from planner.test_solve_chunks import sized
 
 import gpipebal as gb
 from gpipebal.errors import InfeasibleError
 from gpipebal.planner import advice as planner_advice
-from gpipebal.planner import solve, top_plans
+from gpipebal.planner import shortage, solve, top_plans
+from gpipebal.planner.search import best
 from gpipebal.problem import Device
 from gpipebal.profile import SkipProfile
 from gpipebal.solvers.deadline import Deadline
@@ -328,6 +331,22 @@ def test_what_fits_with_what_may_wait_in_it_is_found() -> None:
     assert plan.status == "optimal" and "all plans were looked at" in plan.notes[-1]
     with pytest.raises(InfeasibleError, match="fit, but none does with what may wait in its own"):
         solve(past_others(), 3, checkpoint="never", memory_limit=599)
+
+
+@pytest.mark.parametrize("below", [1, 200])
+def test_the_least_peak_is_looked_for_once(below: int) -> None:
+    """Its plan begins a search, is what the error describes, and fits in what it advises."""
+    profile = skipping(3, n_layers=20)
+    least = solve(profile, 4, objective="peak_memory", schedule="1f1b")
+    asked: dict[str, Any] = {"schedule": "1f1b", "memory_limit": int(least.value) - below}
+    looked = patch.object(best, "_least_peak_plan", side_effect=best._least_peak_plan)
+    searched = patch.object(shortage, "best_of", side_effect=best.best_of)
+    with looked as peaks, searched as searches, pytest.raises(InfeasibleError) as caught:
+        solve(profile, 4, **asked)
+    assert peaks.call_count == 1 and searches.call_count == 0
+    assert caught.value.shortage == below
+    assert f"memory_limit={int(least.value)}" in advice_of(caught.value)
+    assert solve(profile, 4, **{**asked, "memory_limit": int(least.value)})
 
 
 def test_of_many_splits_those_with_most_room_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,13 +163,20 @@ def _by_least_peak(rows: RowPeaks, split: Split, deadline: Deadline) -> Plan | N
 
 
 def least_peak_plan(posed: Posed) -> Plan | None:
-    """Find the plan with the least peak memory, whatever the limits.
+    """Find the plan with the least peak memory, whatever the limits; once for each question.
 
     None: nothing limits it, or what is minimised is a cost, or the least peak itself.
     """
-    question = posed.question
-    if not posed.problem.is_limited or question.minimised in ("cost", "peak_memory"):
+    minimised = posed.question.minimised
+    if not posed.problem.is_limited or minimised in ("cost", "peak_memory"):
         return None
+    if "least peak" not in posed.known:
+        posed.known["least peak"] = _least_peak_plan(posed)
+    return posed.known["least peak"]
+
+
+def _least_peak_plan(posed: Posed) -> Plan | None:
+    question = posed.question
     devices = question.devices and tuple(
         replace(device, memory_limit=None) if isinstance(device, Device) else device
         for device in question.devices
