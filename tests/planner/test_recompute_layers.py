@@ -441,28 +441,35 @@ def test_an_error_says_what_would_fit(limit: Any, reserve: Any) -> None:
         recompute_layers(profile, plan, memory_limit=less, reserve=reserve)
 
 
-@pytest.mark.parametrize("chunks", [2, 4, 16])
-def test_an_error_says_whether_modes_would_do(chunks: int) -> None:
-    """What the text says of `solve` is so, for every limit that runs cannot keep."""
-    profile = chain()
-    plan = gb.evaluate(profile, [1, 7], checkpoint="never", chunks=chunks)
+def check_what_would_do(
+    profile: gb.Profile, plan: gb.Plan, limits: range, words: str, **options: Any
+) -> None:
+    """Check that errors say these words where `solve` with such options has a plan."""
     seen = set()
-    for limit in range(220 * MiB, 380 * MiB, 10 * MiB):
+    for limit in limits:
         try:
             recompute_layers(profile, plan, memory_limit=limit)
         except InfeasibleError as error:
-            text = str(error)
+            said = words in str(error)
         else:
             continue
-        said = "; or solve with checkpoint='auto', and recompute no single layers." in text
         try:
-            gb.solve(profile, 2, checkpoint="auto", memory_limit=limit, chunks=chunks)
+            gb.solve(profile, 2, checkpoint="auto", memory_limit=limit, **options)
         except InfeasibleError:
             assert not said, limit
         else:
             assert said, limit
         seen.add(said)
     assert seen == {False, True}
+
+
+@pytest.mark.parametrize("chunks", [2, 4, 16])
+def test_an_error_says_whether_modes_would_do(chunks: int) -> None:
+    """What the text says of `solve` is so, for every limit that runs cannot keep."""
+    profile, limits = chain(), range(220 * MiB, 380 * MiB, 10 * MiB)
+    plan = gb.evaluate(profile, [1, 7], checkpoint="never", chunks=chunks)
+    words = "; or solve with checkpoint='auto', and recompute no single layers."
+    check_what_would_do(profile, plan, limits, words, chunks=chunks)
 
 
 def test_an_error_says_whether_the_loss_inside_would_do() -> None:
@@ -471,23 +478,9 @@ def test_an_error_says_whether_the_loss_inside_would_do() -> None:
         [1.0] * 4, saved_bytes=[MiB] * 4, output_bytes=[MiB, MiB, MiB, 50 * MiB], chunks=4
     )
     plan = gb.evaluate(profile, [2, 2], checkpoint="never")
-    seen = set()
-    for limit in range(40 * MiB, 400 * MiB, 20 * MiB):
-        try:
-            recompute_layers(profile, plan, memory_limit=limit)
-        except InfeasibleError as error:
-            text = str(error)
-        else:
-            continue
-        said = "; or solve with checkpoint='auto', loss_inside=True (and train with pipe" in text
-        try:
-            gb.solve(profile, 2, checkpoint="auto", memory_limit=limit, loss_inside=True)
-        except InfeasibleError:
-            assert not said, limit
-        else:
-            assert said, limit
-        seen.add(said)
-    assert seen == {False, True}
+    limits = range(40 * MiB, 400 * MiB, 20 * MiB)
+    words = "; or solve with checkpoint='auto', loss_inside=True (and train with pipe.step)"
+    check_what_would_do(profile, plan, limits, words, loss_inside=True)
 
 
 @pytest.mark.parametrize("limit", ["2 GiB", "110 MiB", ["2 GiB", "90 MiB"], None])
