@@ -17,7 +17,10 @@ from gpipebal.planner.posing import Posed
 from gpipebal.problem import Problem, Rules
 from gpipebal.schedule import CHECKPOINT_MODES, Checkpoint, CheckpointMode, modes_of
 
-__all__ = ["all_ways", "device_orders"]
+__all__ = ["MOST_ORDERS", "all_ways", "device_orders"]
+
+#: Up to this many orders of the devices are searched one by one.
+MOST_ORDERS = 24
 
 
 def all_ways(posed: Posed, most: int) -> list[Way] | None:

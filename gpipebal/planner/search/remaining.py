@@ -26,7 +26,7 @@ from gpipebal.planner.execution import Way
 from gpipebal.planner.plans import plan_of_split, value_of
 from gpipebal.planner.schedules.costs import ScheduleCosts
 from gpipebal.planner.schedules.lower_bound import rows_of
-from gpipebal.planner.search.all_ways import device_orders
+from gpipebal.planner.search.all_ways import MOST_ORDERS, device_orders
 from gpipebal.planner.search.left_runs import LeftRuns, units_below
 from gpipebal.planner.search.lower_bounds import parts_of_bound
 from gpipebal.planner.search.row_peaks import RowPeaks
@@ -45,8 +45,6 @@ _LOOK, _ROW, _BOUNDED_SET, _SET = 1 / 25, 1 / 4, 1 / 100, 1 / 300
 #: Which share of the walks that are left each goal may take: at first the plan's value; if there
 #: are too many ways, lower ones; at last the plan's value again, from where that search ended.
 _SHARES = (1 / 3, *(1 / 4,) * 4, 1)
-#: Up to this many orders of the devices are gone through.
-_MOST_ORDERS = 24
 #: Simulated times that differ by this fraction may be equal: sums are rounded.
 _ROUNDING = 1e-12
 
@@ -75,7 +73,7 @@ def proven(rows: RowPeaks, plan: Plan, deadline: Deadline, *, thorough: bool = T
         28(3), 1960: branch and bound. Here a branch is the end of one more partition, and its mode.
     """
     posed = rows.posed
-    orders = device_orders(posed, _MOST_ORDERS)
+    orders = device_orders(posed, MOST_ORDERS)
     if not plan.gap or orders is None or posed.question.cost is not None:
         return plan
     going = _Going(rows, deadline, _MOST_WALKS if thorough else _FEW_WALKS)

@@ -9,16 +9,13 @@ from gpipebal.errors import InfeasibleError
 from gpipebal.planner.own_cost import cost_of_run
 from gpipebal.planner.posing import Posed
 from gpipebal.planner.schedules.search import search_schedule
-from gpipebal.planner.search.all_ways import device_orders
+from gpipebal.planner.search.all_ways import MOST_ORDERS, device_orders
 from gpipebal.problem import Problem
 from gpipebal.simulator import weight_shares
 from gpipebal.solvers import Split, find, split_any_cost
 from gpipebal.solvers.sets.levels import MOST_STATES, Levels, count_states
 
 __all__ = ["solved"]
-
-#: Up to this many orders of the devices are searched under a schedule.
-_MOST_ORDERS = 24
 
 
 def solved(posed: Posed, problem: Problem, time_limit: float | None) -> Split | None:
@@ -43,7 +40,7 @@ def _searched(posed: Posed, problem: Problem, limit: float | None) -> Split | No
     if problem.checkpoint == "auto" and _nothing_recomputed(problem):
         # Then 'never' is the only mode of use, and searches for one mode are faster.
         problem = replace(problem, checkpoint="never")
-    orders = device_orders(posed, _MOST_ORDERS)
+    orders = device_orders(posed, MOST_ORDERS)
     # If there are many: the order with the least bottleneck, and the one that was given.
     ways = [None, tuple(range(n))] if orders is None else orders
     found: list[Split] = []
