@@ -6,6 +6,7 @@ import copy
 from collections import OrderedDict, defaultdict
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -315,6 +316,16 @@ def test_dims_belong_to_names_whatever_the_classes_of_dictionaries(drawn: Any) -
     """Each leaf gets the dimension beside its own name, also if it is named in another class."""
     value, dims, expected = drawn
     assert spread_dims(dims, flatten(value)[1], "in_dims") == expected
+
+
+def test_dims_may_be_whole_numbers_of_any_kind() -> None:
+    """As everywhere else; a bool is none."""
+    structure = flatten((0, {"a": 0}))[1]
+    assert spread_dims(np.int64(1), structure, "in_dims") == [1, 1]
+    assert spread_dims((np.int32(2), None), structure, "in_dims") == [2, None]
+    for wrong in (True, 1.0, (0, 1.0)):
+        with pytest.raises(BalanceError, match="in_dims does not fit"):
+            spread_dims(wrong, structure, "in_dims")
 
 
 def test_dims_with_other_keys_are_refused() -> None:

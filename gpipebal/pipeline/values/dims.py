@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.utils._pytree as pytree
 
+from gpipebal.argument_kinds import whole_number
 from gpipebal.errors import BalanceError
 from gpipebal.pipeline.values.microbatch import children_of, form_of
 
@@ -53,8 +54,9 @@ def _spread(dims: Any, structure: pytree.TreeSpec) -> list[Dim] | None:
     Not torch's own function: it pairs the keys of dictionaries by position, and makes an object
     of numbers, which a class may refuse that checks what it is made of.
     """
-    if type(dims) is int or dims is None:
-        return [dims] * structure.num_leaves
+    number = whole_number(dims)
+    if number is not None or dims is None:
+        return [number] * structure.num_leaves
     kind = pytree._get_node_type(dims)
     if structure.is_leaf() or kind not in pytree.SUPPORTED_NODES:
         return None
