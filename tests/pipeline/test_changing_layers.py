@@ -19,6 +19,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 import gpipebal as gb
 from gpipebal.errors import ModelError, PipelineError, ProfileError
 from gpipebal.pipeline import GPipe
+from gpipebal.pipeline.layers.planned import Planned
 from gpipebal.pipeline.workers.worker import WorkerPool
 from gpipebal.schedule import CHECKPOINT_MODES, SCHEDULES, CheckpointMode
 
@@ -512,6 +513,22 @@ def test_training_under_another_autocast_than_the_profile_warns_once() -> None:
         pipe(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         GPipe.from_plan(model, gb.solve(estimated, 2))(x)
+
+
+def test_calls_in_two_threads_may_compare_autocast_at_once() -> None:
+    """What another call has taken to compare is gone at the next look."""
+    looks = iter([("cpu", None), None])
+
+    class Taken(Planned):
+        autocast = property(lambda _: next(looks), lambda _, value: None)
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    plan = gb.solve(gb.Profile.from_costs([1.0, 1.0], names=["0", "1"]), 2)
+    pipe = GPipe.from_plan(model, plan)
+    pipe._planned = Taken(plan, pipe.devices)
+    for _ in range(2):
+        pipe(torch.ones(2, 3))
+    assert not list(looks)
 
 
 def test_replaced_layers_are_used() -> None:

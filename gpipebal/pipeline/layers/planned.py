@@ -121,13 +121,15 @@ def with_runs_of(plan: Plan, module: nn.Module, deferred: bool) -> nn.Module:
 
 
 class Planned:
-    """What a plan counts on and a call may not keep to, as far as no call has been warned of it.
+    """What a plan counts on, and calls that train may not keep to, as far as they are not compared.
 
     Attributes:
         is_for_step: Whether it is only in `GPipe.step` that it keeps the memory limits it was made
             for: a caller's loss needs the outputs of all micro-batches, and all forwards before it.
+            Not after a call has been warned of that.
         autocast: The kind of device that was measured and the dtype that autocast cast to there,
-            None if it was off; None: nothing was measured, or on other devices than the pipeline's.
+            None if it was off. None: nothing was measured, or on other devices than the pipeline's;
+            or the first call has been compared.
     """
 
     def __init__(self, plan: Plan, devices: Iterable[torch.device]) -> None:
@@ -142,7 +144,12 @@ class Planned:
 
 
 def warn_of_call(pipe: Any, *, in_step: bool) -> None:
-    """Warn once where a pipeline is trained in another way than its plan counts on."""
+    """Warn once where a pipeline is trained in another way than its plan counts on.
+
+    Args:
+        pipe: The pipeline.
+        in_step: Whether it computes the loss itself.
+    """
     planned: Planned | None = pipe._planned
     if planned is None or not (pipe.training and torch.is_grad_enabled()):
         return
@@ -153,8 +160,10 @@ def warn_of_call(pipe: Any, *, in_step: bool) -> None:
             "the loss to the caller: it may need more memory. Fix: pipe.step(x, target=y, "
             "loss_fn=loss_fn); or a plan of solve(..., schedule='gpipe', loss_inside=False).",
         )
-    if planned.autocast is not None:
-        (kind, then), planned.autocast = planned.autocast, None
+    # Another thread's call may take it at the same time.
+    measured, planned.autocast = planned.autocast, None
+    if measured is not None:
+        kind, then = measured
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         now = None if dtype is None else str(dtype).removeprefix("torch.")
         if now != then:
