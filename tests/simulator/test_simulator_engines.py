@@ -117,8 +117,8 @@ def test_a_wave_is_taken_where_it_is_long(name: str, n_partitions: int, is_wave:
     assert wavefront.can_sweep(order, uniform(n_partitions)) is is_wave
 
 
-def test_1f1b_with_a_pause_is_refused_as_before() -> None:
-    """A wave that knows no pause is not taken where one is asked for."""
+def test_1f1b_with_a_pause_is_refused() -> None:
+    """Its forwards and backwards take turns, so there is no place for one between them."""
     with pytest.raises(BalanceError, match="can never finish with a pause"):
         place(order_of("1f1b", 3, 5), uniform(3), pause=1.0)
 
