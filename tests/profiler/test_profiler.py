@@ -296,6 +296,14 @@ BAD = {
         lambda: profile(nn.Sequential(nn.GRU(3, 3), nn.GRU(3, 3)), torch.ones(2, 2, 3)),
         r"'tuple' object .*\nFix: let the layer take the tuple, or the one before it",
     ),
+    "convolution of a tuple": (
+        lambda: profile(nn.Sequential(_Wrapped(tuple), nn.Conv1d(1, 1, 1)), torch.ones(2, 1, 3)),
+        r"got \(tuple, (?s:.*)\nFix: let the layer take the tuple, or the one before it",
+    ),
+    "convolution of a list": (
+        lambda: profile(nn.Sequential(_Wrapped(list), nn.Conv1d(1, 1, 1)), torch.ones(2, 1, 3)),
+        r"got \(list, (?s:.*)\nFix: give a sample and a number of chunks",
+    ),
     "target too": (
         lambda: profile(nn.Sequential(nn.Linear(3, 1)), [torch.ones(2, 3), torch.ones(2)]),
         r"must be Tensor, not list\nFix: give as sample only the input, without the target",
@@ -324,6 +332,17 @@ BAD = {
         "layer '0' returned no tensor",
     ),
 }
+
+
+class _Wrapped(nn.Module):
+    """Returns its input in a tuple or a list."""
+
+    def __init__(self, kind: Callable[[list[Tensor]], Any]) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        return self.kind([x])
 
 
 class _Nothing(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,9 @@ _ONE_AT_A_TIME = "with one_at_a_time=True, or "
 _LESS_MEMORY = f"profile {_ONE_AT_A_TIME}with more chunks, or on a larger device."
 _TRAIN_FIRST = "make the plain model train first: model(sample).sum().backward()."
 
+
+#: How errors name a tuple that was given; those of convolutions also name tuples that they take.
+_GIVEN_TUPLE = re.compile(r"Tensor, not tuple|'tuple'|got \(tuple|to tuple")
 
 #: Of an error's text, so many lines and characters are passed on.
 _MOST_LINES, _MOST_CHARACTERS = 20, 2000
@@ -136,7 +140,8 @@ def forward_failed(error: Exception, name: str, index: int, shapes: str) -> Prof
         f"give {sample} and a number of chunks that the model can be trained with: "
         "model(sample) should run."
     )
-    if index and isinstance(error, (TypeError, AttributeError)) and "tuple" in text_of(error):
+    is_of_kind = isinstance(error, (TypeError, AttributeError))
+    if index and is_of_kind and _GIVEN_TUPLE.search(text_of(error)):
         fix = (
             "let the layer take the tuple, or the one before it return only what this one takes: "
             "torch's recurrent layers and attention return tuples."
