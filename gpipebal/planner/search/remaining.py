@@ -48,7 +48,6 @@ _SHARES = (1 / 3, *(1 / 4,) * 4, 1)
 #: Simulated times that differ by this fraction may be equal: sums are rounded.
 _ROUNDING = 1e-12
 
-
 #: Checkpoint modes that a partition may have.
 _Modes = tuple[CheckpointMode, ...]
 
@@ -70,7 +69,8 @@ def proven(rows: RowPeaks, plan: Plan, deadline: Deadline, *, thorough: bool = T
 
     Source:
         Land and Doig, "An Automatic Method of Solving Discrete Programming Problems", Econometrica
-        28(3), 1960: branch and bound. Here a branch is the end of one more partition, and its mode.
+        28(3), 1960: branch and bound. Here a branch is the end of one more partition, or, when all
+        ends are known, the mode of one.
     """
     posed = rows.posed
     orders = device_orders(posed, MOST_ORDERS)

@@ -29,7 +29,6 @@ _STREAMS, _LAYER = 1 / 6, 1 / 40
 #: Up to so many modes of a partition and of those that it depends on are tried together.
 _MOST_TOGETHER = 27
 
-
 #: Checkpoint modes, of one partition or of several.
 _Modes = tuple[CheckpointMode, ...]
 
