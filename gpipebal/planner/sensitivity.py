@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import pairwise
-from typing import assert_never
+from itertools import accumulate, pairwise
+from typing import NamedTuple, assert_never
+
+import numpy as np
 
 from gpipebal.argument_kinds import plain_number
 from gpipebal.objectives import Quantity, TimeObjective
@@ -57,7 +59,8 @@ def sensitivity(
         micro-batch.
 
     Complexity:
-        O(K^2) for K partitions. With `peaks` or `makespans` one call, or one split, for each move.
+        O(K) for K partitions; O(K^2) if some recompute every micro-batch. With `peaks` or
+        `makespans` one call, or one split, for each move.
 
     Example:
         >>> problem = Problem([1, 1, 1, 1], [0] * 4, [0] * 4, 2, checkpoint="never")
@@ -151,6 +154,8 @@ def _change(
         assert needs is not None
         now = max(needs(tuple(way.bounds)))
         return lambda j, cut: max(needs(_moved(way.bounds, j, cut))) - now
+    if objective == "makespan" and "always" in way.modes:
+        return _of_paths(problem, way)
     if objective == "makespan" or objective == "bottleneck":
         return _of_times(problem, way, objective)
     assert_never(objective)
@@ -164,30 +169,126 @@ def _of_cost(cost: AnyCost, bounds: Sequence[int]) -> Callable[[int, int], float
         return math.inf if found is None else plain_number(found)
 
     costs = [of(j, start, end) for j, (start, end) in enumerate(pairwise(bounds))]
-    now = max(costs)
+    beside = _without_two(costs)
 
     def change(j: int, cut: int) -> float:
-        left, right = of(j - 1, bounds[j - 1], cut), of(j, cut, bounds[j + 1])
-        return max(left, right, *costs[: j - 1], *costs[j + 1 :]) - now
+        now = max(of(j - 1, bounds[j - 1], cut), of(j, cut, bounds[j + 1]), beside[j])
+        return now - max(costs)
+
+    return change
+
+
+def _without_two(values: Sequence[float]) -> list[float]:
+    """Return, for each cut, the largest of all values except those of its two sides.
+
+    Example:
+        >>> _without_two([3, 1, 2])
+        [0, 2, 3]
+    """
+    start: float = 0
+    before = list(accumulate(values, max, initial=start))
+    behind = list(accumulate(reversed(values), max, initial=start))[::-1]
+    return [0, *(max(before[j - 1], behind[j + 1]) for j in range(1, len(values)))]
+
+
+def _of_paths(
+    problem: Problem,
+    way: Way,
+) -> Callable[[int, int], float] | None:
+    """Return the growth of the makespan where any partition may be the one that decides."""
+    if len(way.modes) > _MOST_PATHS:
+        return None
+    bounds, times_of, repeats = way.bounds, _times_of(problem, way), problem.chunks - 1
+    parts = [times_of(j, start, end) for j, (start, end) in enumerate(pairwise(bounds))]
+
+    def value(rows: Sequence[_PartTimes]) -> int:
+        # For each split again: one with a slow link or device may need larger numbers than others.
+        small = sum(map(sum, rows)) * max(1, repeats) < 2**62
+        table = np.array(rows, dtype=np.int64 if small else object)
+        # As in `Costs.makespan`: forwards up to a partition, its recompute, all backwards from it.
+        once, last_recompute, forward_phase, backward_phase, _ = table.T
+        slowest = np.maximum.accumulate(forward_phase) + np.maximum.accumulate(backward_phase)
+        return int((np.cumsum(once) + last_recompute + repeats * slowest).max())
+
+    now = value(parts)
+
+    def change(j: int, cut: int) -> float:
+        rows = list(parts)
+        rows[j - 1] = times_of(j - 1, bounds[j - 1], cut)
+        rows[j] = times_of(j, cut, bounds[j + 1])
+        return problem.to_time(value(rows) - now)
 
     return change
 
 
 def _of_times(
-    problem: Problem, way: Way, objective: TimeObjective
-) -> Callable[[int, int], float] | None:
-    """Return the growth of makespan or bottleneck; None: there are too many partitions."""
-    if objective == "makespan" and "always" in way.modes and len(way.modes) > _MOST_PATHS:
-        return None
-    costs, bounds = problem.costs, way.bounds
-    value_of = costs.bottleneck_of if objective == "bottleneck" else costs.makespan_of
-    parts = costs.parts(*way)
-    now = value_of(bounds, parts)
+    problem: Problem,
+    way: Way,
+    objective: TimeObjective,
+) -> Callable[[int, int], float]:
+    """Return the growth of makespan or bottleneck, from the two partitions that change."""
+    bounds, times_of, repeats = way.bounds, _times_of(problem, way), problem.chunks - 1
+    parts = [times_of(j, start, end) for j, (start, end) in enumerate(pairwise(bounds))]
+    #: By partition, what limits the pace of each phase and of both together.
+    paces = list(zip(*(part.paces for part in parts), strict=True))
+    beside = [_without_two(pace) for pace in paces]
+    total = sum(part.once for part in parts)
+
+    def value(once: int, forward_phase: float, backward_phase: float, load: float) -> float:
+        return (
+            load if objective == "bottleneck" else once + repeats * (forward_phase + backward_phase)
+        )
+
+    now = value(total, *map(max, paces))
 
     def change(j: int, cut: int) -> float:
-        left = costs.part(bounds[j - 1], cut, way.order[j - 1], way.modes[j - 1])
-        right = costs.part(cut, bounds[j + 1], way.order[j], way.modes[j])
-        changed = [*parts[: j - 1], left, right, *parts[j + 1 :]]
-        return problem.to_time(value_of(_moved(bounds, j, cut), changed) - now)
+        left, right = times_of(j - 1, bounds[j - 1], cut), times_of(j, cut, bounds[j + 1])
+        once = total - parts[j - 1].once - parts[j].once + left.once + right.once
+        most = [
+            max(here, there, others[j])
+            for here, there, others in zip(left.paces, right.paces, beside, strict=True)
+        ]
+        return problem.to_time(int(value(once, *most) - now))
 
     return change
+
+
+class _PartTimes(NamedTuple):
+    """The scaled times of one partition, with the link that leads to it where that overlaps.
+
+    Attributes:
+        once: What a micro-batch takes on its way there and back.
+        last_recompute: The recompute of the last micro-batch.
+        forward_phase: What limits the pace of forwards.
+        backward_phase: What limits the pace of recomputes and backwards.
+        load: What limits the pace of micro-batches.
+    """
+
+    once: int
+    last_recompute: int
+    forward_phase: int
+    backward_phase: int
+    load: int
+
+    @property
+    def paces(self) -> tuple[int, int, int]:
+        """What limits a pace, which the largest partition decides."""
+        return self.forward_phase, self.backward_phase, self.load
+
+
+def _times_of(problem: Problem, way: Way) -> Callable[[int, int, int], _PartTimes]:
+    """Return a function for the times of partitions of any layers, by device and mode."""
+    costs = problem.costs
+
+    def times_of(j: int, start: int, end: int) -> _PartTimes:
+        part = costs.part(start, end, way.order[j], way.modes[j])
+        there, back = (costs.send[start], costs.give_back[start]) if costs.overlaps else (0, 0)
+        return _PartTimes(
+            once=part.forward + part.backward + there + back,
+            last_recompute=part.last_recompute,
+            forward_phase=max(part.forward, there),
+            backward_phase=max(part.backward + part.recompute, back),
+            load=max(part.load, there + back),
+        )
+
+    return times_of

@@ -155,13 +155,9 @@ class Costs:
         order: Sequence[int] | None = None,
     ) -> int:
         """Return the makespan as a scaled integer; see `Problem.makespan`."""
-        return self.makespan_of(bounds, self.parts(bounds, modes, order))
-
-    def makespan_of(self, bounds: Sequence[int], parts: Sequence[ExactTimes]) -> int:
-        """Return the makespan of a split whose `parts` are known."""
         repeats = self._problem.chunks - 1
         once = slowest_forward = slowest_backward = longest = 0
-        for start, part in zip(bounds, parts, strict=False):
+        for start, part in zip(bounds, self.parts(bounds, modes, order), strict=False):
             if self.overlaps:
                 # The link to a partition is one more machine, on the way there and back.
                 once += self.send[start] + self.give_back[start]
@@ -181,11 +177,7 @@ class Costs:
         order: Sequence[int] | None = None,
     ) -> int:
         """Return the bottleneck as a scaled integer; see `Problem.bottleneck`."""
-        return self.bottleneck_of(bounds, self.parts(bounds, modes, order))
-
-    def bottleneck_of(self, bounds: Sequence[int], parts: Sequence[ExactTimes]) -> int:
-        """Return the bottleneck of a split whose `parts` are known."""
-        loads = [part.load for part in parts]
+        loads = [part.load for part in self.parts(bounds, modes, order)]
         if self.overlaps:
             loads += [self.send[cut] + self.give_back[cut] for cut in bounds[1:-1]]
         return max(loads)
