@@ -244,6 +244,30 @@ def test_a_search_that_was_broken_off_goes_on_where_it_ended(seed: int) -> None:
     assert len(set(looks[1])) == len(looks[1]) <= len(looks[0])
 
 
+def test_what_is_found_below_a_lower_goal_and_proven_ends_the_search() -> None:
+    """If nothing is below a goal but a plan that was found, that is the best one."""
+    through, answers, n_ended = remaining._Going.through, list[Any](), 0
+
+    def noted(going: Any, orders: Any, goal: float, share: float, goes_on: bool) -> Any:
+        answers.append((*through(going, orders, goal, share, goes_on), goes_on))
+        return answers[-1][:2]
+
+    way = Way((0, 4, 8, 12, 16), ("except_last",) * 4, (0, 1, 2, 3))
+    for seed in range(12):
+        question = posed(skipping(seed), 4, schedule="1f1b", objective="peak_memory")
+        answers.clear()
+        with (
+            patch.object(remaining, "_SHARES", (0.001, *(1 / 2,) * 5, 1)),
+            patch.object(remaining._Going, "through", noted),
+        ):
+            plan = proven(RowPeaks(question), plan_of_way(question, way), NO_DEADLINE)
+        assert plan.status == "optimal"
+        ends = [better is not None and is_done for better, is_done, _ in answers]
+        assert not any(ends[:-1])
+        n_ended += ends[-1] and not answers[-1][2]
+    assert n_ended
+
+
 def test_without_time_or_a_gap_or_an_objective_nothing_is_looked_at() -> None:
     """The plan that was given is returned."""
     question = posed(skipping(0), 4, schedule="1f1b", objective="peak_memory")

@@ -85,7 +85,7 @@ def proven(rows: RowPeaks, plan: Plan, deadline: Deadline, *, thorough: bool = T
             value, way = better
             plan = plan_of_split(posed, way.split(value, min(low, value), plan.method))
             high = min(high, plan.value)
-        if is_done and is_own:
+        if is_done and (is_own or goal >= plan.value):
             return plan.with_bound(plan.value)
         if is_done:
             # Below a lower goal nothing is left, to within the rounding of simulated times.
