@@ -89,6 +89,16 @@ def questions(draw: st.DrawFn) -> Posed | None:
     return limited(draw, profile, n, options)
 
 
+def with_ways(question: Posed | None) -> tuple[Posed, list[Way]] | None:
+    """Return a question with all ways to run its chain; None if there are none, or too many."""
+    ways = None if question is None else all_ways(question, 2_000)
+    return (question, ways) if question is not None and ways else None
+
+
+#: Questions with all their ways.
+WITH_WAYS = questions().map(with_ways).filter(bool)
+
+
 def check_proven(question: Posed, known: list[tuple[float, Way]], data: st.DataObject) -> None:
     """From any way and no bound, the best of all that are known is found and proven."""
     start = plan_of_way(question, data.draw(st.sampled_from([way for _, way in known])))
@@ -152,15 +162,12 @@ def test_what_is_proven_with_few_walks_is_true(question: Posed | None, walks: in
 
 
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=SLOW)
-@given(questions(), st.data())
+@given(WITH_WAYS, st.data())
 def test_what_is_known_of_a_partition_holds_in_other_ways(
-    question: Posed | None, data: st.DataObject
+    asked: tuple[Posed, list[Way]], data: st.DataObject
 ) -> None:
     """Equal to the byte; and of the beginning of a way, no more than in any way that goes on so."""
-    ways = None if question is None else all_ways(question, 2_000)
-    if not ways:
-        return
-    assert question is not None
+    question, ways = asked
     rows, n = RowPeaks(question), question.problem.n_partitions
     free = LeftRuns(replace(question, problem=without_limits(question.problem)), ways[0].order, 1e9)
     for way in data.draw(st.lists(st.sampled_from(ways), min_size=1, max_size=30)):
@@ -175,15 +182,12 @@ def test_what_is_known_of_a_partition_holds_in_other_ways(
 
 
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=SLOW)
-@given(questions(), st.data())
+@given(WITH_WAYS, st.data())
 def test_modes_are_left_out_that_fit_with_none_of_the_others(
-    question: Posed | None, data: st.DataObject
+    asked: tuple[Posed, list[Way]], data: st.DataObject
 ) -> None:
     """Those that are left fit in some modes of all earlier partitions, each tried by itself."""
-    ways = None if question is None else all_ways(question, 2_000)
-    if not ways:
-        return
-    assert question is not None
+    question, ways = asked
     rows, bounds = RowPeaks(question), data.draw(st.sampled_from(ways)).bounds
     j = data.draw(st.integers(0, question.problem.n_partitions - 1))
     some = st.sets(st.sampled_from(CHECKPOINT_MODES), min_size=1, max_size=3)
@@ -192,7 +196,7 @@ def test_modes_are_left_out_that_fit_with_none_of_the_others(
     most = data.draw(st.sampled_from(sorted({0, *peaks.values()})))
     left = list(sets)
     fits = [modes for modes, peak in peaks.items() if peak <= most]
-    assert rows.fitting(j, bounds, left, most) == bool(fits)
+    assert rows.leave_fitting(j, bounds, left, most) == bool(fits)
     if fits:
         assert list(map(set, left)) == list(map(set, zip(*fits, strict=True)))
 

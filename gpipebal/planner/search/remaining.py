@@ -29,7 +29,7 @@ from gpipebal.planner.schedules.lower_bound import rows_of
 from gpipebal.planner.search.all_ways import MOST_ORDERS, device_orders
 from gpipebal.planner.search.left_runs import LeftRuns, units_below
 from gpipebal.planner.search.lower_bounds import parts_of_bound
-from gpipebal.planner.search.row_peaks import RowPeaks
+from gpipebal.planner.search.row_peaks import Modes, RowPeaks
 from gpipebal.planner.times import order_for
 from gpipebal.schedule import CHECKPOINT_MODES, Checkpoint, CheckpointMode, modes_of
 from gpipebal.simulator import weight_shares
@@ -47,9 +47,6 @@ _LOOK, _ROW, _BOUNDED_SET, _SET = 1 / 25, 1 / 4, 1 / 100, 1 / 300
 _SHARES = (1 / 3, *(1 / 4,) * 4, 1)
 #: Simulated times that differ by this fraction may be equal: sums are rounded.
 _ROUNDING = 1e-12
-
-#: Checkpoint modes that a partition may have.
-_Modes = tuple[CheckpointMode, ...]
 
 
 def proven(rows: RowPeaks, plan: Plan, deadline: Deadline, *, thorough: bool = True) -> Plan:
@@ -110,7 +107,7 @@ class _Beginning(NamedTuple):
     """
 
     bounds: tuple[int, ...]
-    modes: tuple[_Modes, ...]
+    modes: tuple[Modes, ...]
     forward: int
     backward: int
 
@@ -274,6 +271,6 @@ class _Going:
         for j in reversed(range(len(modes))):
             limits = [self._problem.limits[order[j]], ceil(goal) - 1 if self._is_peak else None]
             most = min([limit for limit in limits if limit is not None], default=None)
-            if most is not None and not self._rows.fitting(j, bounds, modes, most):
+            if most is not None and not self._rows.leave_fitting(j, bounds, modes, most):
                 return None
         return now._replace(modes=tuple(modes))

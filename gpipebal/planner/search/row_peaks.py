@@ -21,7 +21,7 @@ from gpipebal.planner.posing import Posed
 from gpipebal.planner.times import order_for
 from gpipebal.schedule import CheckpointMode, Order
 
-__all__ = ["RowPeaks"]
+__all__ = ["Modes", "RowPeaks"]
 
 #: What is made for others is known after this part of the time of a walk; and a layer of a run that
 #: has not been walked through before takes as long as this.
@@ -29,8 +29,8 @@ _STREAMS, _LAYER = 1 / 6, 1 / 40
 #: Up to so many modes of a partition and of those that it depends on are tried together.
 _MOST_TOGETHER = 27
 
-#: Checkpoint modes, of one partition or of several.
-_Modes = tuple[CheckpointMode, ...]
+#: The checkpoint modes that a partition may have.
+Modes = tuple[CheckpointMode, ...]
 
 
 class _Near(NamedTuple):
@@ -46,8 +46,8 @@ class _Near(NamedTuple):
 
     streams: tuple[Stream, ...]
     makers: Sequence[int]
-    peaks: dict[_Modes, int]
-    fitting: dict[tuple[int, tuple[_Modes, ...]], tuple[_Modes, ...]]
+    peaks: dict[tuple[CheckpointMode, ...], int]
+    fitting: dict[tuple[int, tuple[Modes, ...]], tuple[Modes, ...]]
 
 
 class RowPeaks:
@@ -85,7 +85,9 @@ class RowPeaks:
         """
         return self._peak(self._near(j, bounds), j, bounds, modes)
 
-    def fitting(self, j: int, bounds: Sequence[int], open_modes: list[_Modes], most: int) -> bool:
+    def leave_fitting(
+        self, j: int, bounds: Sequence[int], open_modes: list[Modes], most: int
+    ) -> bool:
         """Leave out the modes in which a partition needs too much, whatever the others' are.
 
         Args:
@@ -114,9 +116,9 @@ class RowPeaks:
         near: _Near,
         j: int,
         bounds: Sequence[int],
-        open_modes: Sequence[_Modes],
+        open_modes: Sequence[Modes],
         most: int,
-    ) -> tuple[_Modes, ...]:
+    ) -> tuple[Modes, ...]:
         """Return which modes are left of its makers, and of the partition; none if none fit."""
         asked = (*near.makers, j)
         sets = tuple([open_modes[k] for k in asked])
