@@ -706,3 +706,27 @@ def test_another_number_of_outputs_in_the_recompute_is_refused(then: int) -> Non
     pipe = GPipe(nn.Sequential(Repeats(), Total()), [1, 1], chunks=2, checkpoint="always")
     with pytest.raises(ModelError, match="partition 0 cannot be recomputed"):
         pipe(torch.randn(4, 3)).sum().backward()
+
+
+def test_another_order_of_keys_in_the_recompute_is_refused() -> None:
+    """Gradients would go to the wrong outputs, without a word."""
+
+    class Names(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            named = {"one": self.one(x), "other": self.other(x)}
+            return dict(reversed(named.items())) if gb.is_recomputing() else named
+
+    class Weighs(nn.Module):
+        def forward(self, named: dict[str, Tensor]) -> Tensor:
+            return named["one"] - 2 * named["other"]
+
+    pipe = GPipe(nn.Sequential(Names(), Weighs()), [1, 1], chunks=2, checkpoint="always")
+    with pytest.raises(ModelError, match=r"returned \{'one': .*, and \{'other': .* now") as caught:
+        pipe(torch.randn(4, 3)).sum().backward()
+    assert "Fix: let it return the same keys in the same order" in str(caught.value)
+    never = GPipe(nn.Sequential(Names(), Weighs()), [1, 1], chunks=2, checkpoint="never")
+    never(torch.randn(4, 3)).sum().backward()

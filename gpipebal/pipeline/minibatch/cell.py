@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import TreeSpec
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.layers.batchnorm import SEEN, gathering
@@ -52,7 +53,8 @@ class _ForRecompute(NamedTuple):
         input: The input.
         versions: How often its leaves had been written to before the forward.
         layers: What it has to know of the layers.
-        promised: Which outputs were said to need a gradient.
+        structure: The pytree of the outputs.
+        promised: Which of their leaves were said to need a gradient.
         states: States of the generators that layers passed explicitly.
         draws: How often each layer has drawn random numbers.
         tail: Ran after the layers.
@@ -61,6 +63,7 @@ class _ForRecompute(NamedTuple):
     input: Packet
     versions: list[int | None]
     layers: Kept
+    structure: TreeSpec
     promised: list[bool]
     states: States
     draws: Mapping[int | str, int]
@@ -152,6 +155,7 @@ class Cell:
                 _with_copies(packet),
                 versions,
                 result.kept,
+                result.structure,
                 result.needs_gradient,
                 states,
                 randomness.draws,
@@ -199,6 +203,7 @@ class Cell:
             leaves, outputs = self._partition.recompute(
                 kept.input,
                 Pass(self._kind, state, randomness, kept.tail, marks),
+                structure=kept.structure,
                 promised=kept.promised,
                 kept=kept.layers.again() if keep else kept.layers,
             )

@@ -8,6 +8,7 @@ A cell that takes skip connections besides its input gets one packet joined from
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass
 from itertools import islice
 from types import GeneratorType
@@ -29,6 +30,7 @@ __all__ = [
     "children_of",
     "copied",
     "detached",
+    "first_other_leaf",
     "flatten",
     "form_of",
     "join_packets",
@@ -126,6 +128,25 @@ def name_of_leaf(structure: pytree.TreeSpec, index: int) -> str:
         path.append(_keys(structure, len(children))[k])
         structure = children[k]
     return f"leaf {pytree.keystr(tuple(path))}" if path else "the tensor"
+
+
+def first_other_leaf(structure: pytree.TreeSpec, other: pytree.TreeSpec) -> int | None:
+    """Return the index of the first leaf that has another place in another pytree; None: all agree.
+
+    Example:
+        >>> _, structure = flatten({"x": 0, "masks": (1, 2)})
+        >>> first_other_leaf(structure, flatten({"x": 0, "masks": (3, 4)})[1])
+        >>> first_other_leaf(structure, flatten({"masks": (1, 2), "x": 0})[1])
+        0
+    """
+    with suppress(Exception):  # what a class adds to the shape need not be comparable
+        if structure == other:
+            return None
+    n_leaves = min(structure.num_leaves, other.num_leaves)
+    for k in range(n_leaves):
+        if name_of_leaf(structure, k) != name_of_leaf(other, k):
+            return k
+    return None if structure.num_leaves == other.num_leaves else n_leaves
 
 
 def children_of(structure: pytree.TreeSpec) -> list[pytree.TreeSpec]:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec
 
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.layers.buffers import Buffers, Kept
@@ -40,7 +41,9 @@ from gpipebal.pipeline.values.microbatch import (
     Packet,
     check_travels,
     copied,
+    first_other_leaf,
     flatten,
+    form_of,
     unflatten,
     which_need_gradient,
 )
@@ -228,14 +231,21 @@ class Partition:
             )
 
     def recompute(
-        self, packet: Packet, run: Pass, *, promised: Sequence[bool], kept: Kept
+        self,
+        packet: Packet,
+        run: Pass,
+        *,
+        structure: TreeSpec,
+        promised: Sequence[bool],
+        kept: Kept,
     ) -> tuple[list[Any], list[Any]]:
         """Run the layers on a checkpointed micro-batch again, now with a graph.
 
         Args:
             packet: The input.
             run: What the pass depends on, as in the forward.
-            promised: Which outputs were said to need a gradient.
+            structure: The pytree of the outputs in the forward.
+            promised: Which of their leaves were said to need a gradient.
             kept: What it kept of the layers before the forward.
 
         Returns:
@@ -248,12 +258,22 @@ class Partition:
         leaves = packet.as_leaves()
         self.buffers.check(kept)
         with run.state.entered(grad=True), self.buffers.replaced(kept):
-            outputs, _ = flatten(self._run_protected(leaves, packet, run, facts))
+            outputs, found = flatten(self._run_protected(leaves, packet, run, facts))
         self.buffers.check_own()
+        other = first_other_leaf(structure, found)
+        if other is not None:
+            # Gradients are told apart by where they are in the pytree.
+            self.forget(run.kind)
+            raise ModelError(
+                f"partition {self.index} cannot be recomputed: its last layer returned "
+                f"{form_of(structure, '*')} in the forward, and {form_of(found, '*')} now.\n"
+                "Fix: let it return the same keys in the same order always; or "
+                "checkpoint='never'."
+            )
         needs = which_need_gradient(outputs)
         # An output that was promised needlessly gets a gradient that goes nowhere.
-        more = [need and not promise for need, promise in zip(needs, promised, strict=False)]
-        if any(more) or len(needs) != len(promised):
+        more = [need and not promise for need, promise in zip(needs, promised, strict=True)]
+        if any(more):
             self.forget(run.kind)
             raise ModelError(
                 f"partition {self.index} cannot be recomputed: an output needs a gradient that "
