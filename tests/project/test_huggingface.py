@@ -52,6 +52,16 @@ def test_chain_does_what_the_model_does(model: str) -> None:
     assert trained == {id(parameter) for parameter in names["net"].parameters()}
 
 
+@pytest.mark.parametrize("model", [name for name, text in MODELS.items() if "mask" in text])
+def test_chain_is_estimated_without_the_padding_mask(model: str) -> None:
+    """An estimate sees no values, so the page says to leave the padding mask out."""
+    names = run(COMMON, MODELS[model])
+    batch = dict(names.get("pair", names["batch"]))
+    del batch["attention_mask"]
+    profile = gb.profile_model(names["chain"], batch, chunks=2, rows=(), method="estimate")
+    assert profile.n_layers == len(names["chain"])
+
+
 def test_chain_is_trained_from_a_plan() -> None:
     """The last section profiles, plans and trains the chain of a language model."""
     faster = TRAIN.replace("target=tokens)\nplan", "target=tokens, timeout=0)\nplan")
