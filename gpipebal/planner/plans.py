@@ -17,7 +17,7 @@ from gpipebal.planner.schedules.costs import ScheduleCosts
 from gpipebal.planner.sensitivity import sensitivity
 from gpipebal.planner.times import order_for, pause_time
 from gpipebal.profile import Profile
-from gpipebal.schedule import Order, modes_of
+from gpipebal.schedule import Order, modes_of, partitions_on_each
 from gpipebal.simulator import durations_of, place, weight_shares
 from gpipebal.solvers import Split
 
@@ -102,17 +102,23 @@ def plan_of_split(posed: Posed, found: Split) -> Plan:
 
 def _notes_on_ties(profile: Profile, bounds: Sequence[int], execution: Execution) -> Iterator[str]:
     """Say which partitions share parameters, as partitions on two devices cannot."""
-    if execution.shared_memory:
+    if execution.is_ours and execution.shared_memory:
         return
+    n = len(bounds) - 1
+    n_devices = n // partitions_on_each(execution.schedule, n)
+    # What GPipe does not run has a process for each device, whatever memory they have.
+    move, why = "", "Every process trains a copy of its own."
+    if execution.is_ours:
+        move = "give these partitions one device, "
+        why = "A pipeline refuses a parameter on several devices."
     for tie in profile.ties:
         parts = {bisect_right(bounds, k) - 1: k for k in reversed(tie.layers)}
-        if len(parts) > 1:
+        if len({j % n_devices for j in parts}) > 1:
             names = [profile.names[k] for k in sorted(parts.values())]
             yield (
                 f"Layers {', '.join(map(repr, names))} share parameters, in partitions "
-                f"{', '.join(map(str, sorted(parts)))}: give these partitions one device, keep the "
-                f"layers in one partition (keep_together=[{(names[0], names[-1])!r}]), or untie "
-                "them. A pipeline refuses a parameter on several devices."
+                f"{', '.join(map(str, sorted(parts)))}: {move}keep the layers in one partition "
+                f"(keep_together=[{(names[0], names[-1])!r}]), or untie them. {why}"
             )
 
 

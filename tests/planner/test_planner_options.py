@@ -229,6 +229,29 @@ def test_plans_say_what_they_take_for_granted() -> None:
     assert "model memory" in str(halves) and "peak memory" in str(gb.solve(costs(1.0, 1.0), 2))
 
 
+@pytest.mark.parametrize("shared_memory", [None, True])
+def test_plans_for_other_processes_say_that_ties_are_copied(shared_memory: bool | None) -> None:
+    """Where every device has a process, one memory does not make shared parameters one."""
+    profile = costs(1.0, 1.0, 1.0, 1.0, parameter_bytes=[10] * 4)
+
+    def note_on(*layers: int, schedule: str, n_partitions: int) -> str:
+        tied = replace(profile, ties=(TieProfile(layers, 10, 10),))
+        plan = gb.solve(
+            tied,
+            n_partitions,
+            schedule=schedule,
+            checkpoint="never",
+            shared_memory=shared_memory,
+        )
+        return "".join(note for note in plan.notes if "share" in note)
+
+    note = note_on(0, 3, schedule="zb_h1", n_partitions=2)
+    assert "in partitions 0, 1: keep the layers" in note and "copy" in note
+    assert "in partitions 0, 3:" in note_on(0, 3, schedule="interleaved_1f1b", n_partitions=4)
+    # Partitions 0 and 2 are in one process.
+    assert not note_on(0, 2, schedule="interleaved_1f1b", n_partitions=4)
+
+
 def test_a_plan_with_runs_is_kept_and_run() -> None:
     """The runs are in its file, in its text, and in the pipeline that is made from it."""
     torch.manual_seed(0)
