@@ -138,6 +138,15 @@ def test_readme_names_the_versions_that_are_required() -> None:
     assert f"Python {python} or later, torch {torch_version.group(1)} or later" in README
 
 
+def test_readme_asks_for_the_torch_that_is_pinned() -> None:
+    """A torch for CPUs that is installed first satisfies the pins: pip keeps it."""
+    pins = (ROOT / "constraints-cpu.txt").read_text(encoding="utf-8")
+    pinned = re.search(r"^torch==\S+$", pins, re.MULTILINE)
+    assert pinned is not None
+    asked = re.findall(r"pip install (torch\S*) --index-url \S+/whl/cpu", README)
+    assert asked == [pinned.group()]
+
+
 def test_links_inside_the_documents_exist() -> None:
     """Every relative link of README.md and docs/ leads to a file."""
     for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/*/README.md")):
