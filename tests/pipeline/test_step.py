@@ -319,8 +319,10 @@ def test_bad_losses_and_targets_are_refused() -> None:
     with pytest.raises(ModelError, match=r"loss_fn returned no loss: got shape \(2, 1\)") as caught:
         pipe.step(inputs, loss_fn=torch.square)
     assert "in the loss" in caught.value.__notes__
-    with pytest.raises(ModelError, match="got float"):
-        pipe.step(inputs, loss_fn=lambda y: 1.0)  # type: ignore[arg-type, return-value]
+    for wrong in (lambda y: y.sum().item(), lambda y: (y.sum(), y)):
+        with pytest.raises(ModelError, match=r"got (float|tuple)") as caught:
+            pipe.step(inputs, loss_fn=wrong)  # type: ignore[arg-type]
+        assert "return the tensor alone" in str(caught.value)
     with pytest.raises(BalanceError, match=r"target has other rows than the input: 3 \(expected 4"):
         pipe.step(inputs, target=target[:3], loss_fn=mse_loss)
     with pytest.raises(BalanceError, match="reduction does not exist"):

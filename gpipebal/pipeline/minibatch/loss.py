@@ -261,10 +261,16 @@ def call_loss(loss_fn: Callable[..., Tensor], output: Any, target: Any) -> Tenso
         ModelError: the loss is not a tensor with one real number.
     """
     loss: Any = loss_fn(output) if target is None else loss_fn(output, target)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    if not isinstance(loss, Tensor):
         raise ModelError(
-            f"loss_fn returned no loss: got {got} (expected a tensor with one element).\n"
+            f"loss_fn returned no loss: got {type(loss).__name__} (expected a tensor with one "
+            "element).\n"
+            "Fix: let loss_fn return the tensor alone: no .item(), and nothing beside it."
+        )
+    if loss.numel() != 1:
+        raise ModelError(
+            f"loss_fn returned no loss: got shape {tuple(loss.shape)} (expected a tensor with one "
+            "element).\n"
             "Fix: let loss_fn take the mean or the sum over the rows."
         )
     if loss.is_complex():
