@@ -84,6 +84,7 @@ def test_what_was_entered_and_not_left_is_left() -> None:
             torch.backends.mha.set_fastpath_enabled(not fast)
             torch.set_grad_enabled(False)
             torch.set_autocast_cache_enabled(False)
+            torch.set_autocast_enabled("cpu", True)
             raise KeyboardInterrupt
         assert _state() == before
         with (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -366,6 +366,37 @@ def test_autocast_casts_count_while_the_graph_holds_them() -> None:
         half * rows * 64,
         half * (rows * 64 + 64 * 32),
     ]
+
+
+class ProductInBackward(torch.autograd.Function):
+    """A product of matrices in the backward, which autocast would cast."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient @ torch.eye(gradient.shape[1])
+
+
+class CastOnlyForward(nn.Module):
+    """Return a tensor of single precision, whatever autocast is on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast("Tensor", ProductInBackward.apply(x.float()))
+
+
+def test_a_backward_under_autocast_runs_without_it_as_in_a_worker() -> None:
+    """What its operations need is what they need without autocast: nothing is cast."""
+    rows, width = 64, 64
+    model = nn.Sequential(nn.LayerNorm(width), CastOnlyForward(), nn.Identity())
+    plain = profile(model, torch.randn(rows, width))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = profile(model, torch.randn(rows, width))
+        assert torch.is_autocast_enabled("cpu")
+    assert result.layers[1].backward_peak_bytes == plain.layers[1].backward_peak_bytes
+    assert plain.layers[1].backward_peak_bytes == F * (width * width + rows * width)
 
 
 class Turned(nn.Module):

@@ -26,7 +26,7 @@ from torch.utils._device import DeviceContext
 from gpipebal.pipeline.process.engine_state import top_saved_tensors_hooks
 from gpipebal.pipeline.process.process_wide import Settings, current_settings
 
-__all__ = ["CallerState", "warn_caller", "whole_call"]
+__all__ = ["CallerState", "warn_caller", "whole_call", "without_autocast"]
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,24 @@ class CallerState:
         """
         for kind, dtype, _ in self.autocast:
             torch.set_autocast_dtype(kind, dtype)
+
+
+@contextmanager
+def without_autocast(*kinds: str) -> Iterator[None]:
+    """Turn autocast off for a block that runs a backward, as it is off in one of a worker.
+
+    Args:
+        kinds: The kinds of devices that it works on.
+    """
+    available = filter(torch.amp.autocast_mode.is_autocast_available, kinds)  # not for meta
+    on = [kind for kind in available if torch.is_autocast_enabled(kind)]
+    try:
+        for kind in on:
+            torch.set_autocast_enabled(kind, False)
+        yield
+    finally:
+        for kind in on:
+            torch.set_autocast_enabled(kind, True)
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

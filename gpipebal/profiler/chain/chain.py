@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipebal.errors import ModelError
+from gpipebal.pipeline.process.caller import without_autocast
 from gpipebal.pipeline.process.phase import phase
 from gpipebal.pipeline.values.dims import Dim
 from gpipebal.pipeline.values.gradients import without_the_rest
@@ -370,6 +371,7 @@ class Chain:
             # In this thread, as in a worker, and because the ledger watches this thread.
             with (
                 torch.autograd.set_multithreading_enabled(False),
+                without_autocast(self.device.type),
                 without_the_rest(leaves),
                 self.within(),
             ):

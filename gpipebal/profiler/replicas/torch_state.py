@@ -41,8 +41,8 @@ def torch_state_kept() -> Iterator[None]:
     """Put torch back as it was found if a block ends by an exception, such as an interrupt.
 
     That is, for this thread: the stacks of dispatch and function modes, default hooks on saved
-    tensors, grad mode, the cache of autocast and the number of threads; for the process: whether a
-    dispatch mode is on, the fast path of attention, and what shared blocks have installed.
+    tensors, grad mode, autocast and its cache, and the number of threads; for the process: whether
+    a dispatch mode is on, the fast path of attention, and what shared blocks have installed.
 
     Raises:
         KeyboardInterrupt: an interrupt; also where leaving a mode has raised another error since.
@@ -67,11 +67,16 @@ def _found() -> list[Callable[[], None]]:
     hooks, grad = top_saved_tensors_hooks(), torch.is_grad_enabled()
     threads, fast = torch.get_num_threads(), torch.backends.mha.get_fastpath_enabled()
     has_cache = torch.is_autocast_cache_enabled()
+    casts = [(kind, torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")]
     blocks = [(one, one.here()) for one in all_shared_blocks()]
 
     def put_back_threads() -> None:
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
+
+    def put_back_autocast() -> None:
+        for kind, is_on in casts:
+            torch.set_autocast_enabled(kind, is_on)
 
     def leave_blocks() -> None:
         for one, n_blocks in blocks:
@@ -82,6 +87,7 @@ def _found() -> list[Callable[[], None]]:
         partial(_put_back_notes, noted),
         leave_blocks,
         lambda: torch._C._set_grad_enabled(grad),
+        put_back_autocast,
         lambda: torch.set_autocast_cache_enabled(has_cache),
         put_back_threads,
         lambda: torch.backends.mha.set_fastpath_enabled(fast),
