@@ -46,6 +46,10 @@ def doubts_about(
         ("measured uncompiled: what compiled it cannot be found out", runs_as_written),
         ("hooks ran while it was measured, as they do in training", _has_hooks),
         (
+            "hooks on parameters do not run in a profile; their time and memory are not counted",
+            _has_hooks_on_parameters,
+        ),
+        (
             "nn.Sequential, one layer: gpipebal.flatten(model) lets cuts stand inside",
             _is_nested,
         ),
@@ -143,6 +147,10 @@ def _has_hooks(layer: nn.Module) -> bool:
         or part._backward_pre_hooks
         for part in layer.modules()
     )
+
+
+def _has_hooks_on_parameters(layer: nn.Module) -> bool:
+    return any(parameter._backward_hooks for parameter in layer.parameters())
 
 
 def _is_nested(layer: nn.Module) -> bool:

@@ -77,8 +77,8 @@ def profile_model(
     with the model. Parameters, gradients, buffers, training flags, hooks, devices and random
     numbers of the model are the same afterwards as before. Caches that layers keep outside of
     themselves are restored; those of `functools.lru_cache` that have grown are emptied. Hooks of
-    layers run in the replicas, too. One profile is taken at a time in a process: a call in another
-    thread waits for its end.
+    layers run in the replicas, too, but not hooks on parameters. One profile is taken at a time in
+    a process: a call in another thread waits for its end.
 
     Autocast is that of the caller. A model in training mode may have parts in evaluation mode (a
     frozen batch normalisation), and is measured in these modes; one that is in evaluation mode

@@ -156,6 +156,21 @@ def test_what_cannot_be_copied_is_shared(way: dict[str, Any], tmp_path: Path) ->
     probe.file.close()
 
 
+def test_hooks_on_parameters_do_not_run_and_a_flag_says_so() -> None:
+    """They act on what is the caller's: a profile counts neither their time nor their memory."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    calls: list[Any] = []
+    model[0].weight.register_hook(calls.append)
+    model[2].bias.register_hook(calls.append)
+    model[2].weight.register_post_accumulate_grad_hook(calls.append)
+    result = brief(model, torch.randn(4, 4))
+    assert not calls
+    assert flags_of(result, "hooks on parameters") == [
+        "layers '0', '2': hooks on parameters do not run in a profile; their time and memory are "
+        "not counted"
+    ]
+
+
 def test_what_must_not_be_shared_is_refused() -> None:
     """A module that refuses to be copied is not measured itself: the error names the layer."""
 
