@@ -2,9 +2,10 @@
 
 Threads inherit none of torch's thread-local settings, so each cell runs inside the settings that
 the caller had when the mini-batch went in: autocast, inference mode, the default device of
-``with torch.device(...)``, the default dtype, hooks on saved tensors, context variables. Recompute
-and backward use the forward's settings too, because they have to reproduce the forward's numbers;
-this includes settings that torch has once for the whole process (`process_wide`).
+``with torch.device(...)``, the default dtype, hooks on saved tensors, context variables. A
+recompute uses the forward's settings too, because it has to reproduce the forward's numbers; a
+backward uses the default device, and those settings that torch has once for the whole process
+(`process_wide`), but runs without autocast, as torch advises.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class CallerState:
             yield
 
     def backward_entered(self) -> AbstractContextManager[Any]:
-        """Return a context for a backward: of these settings it needs only the default device."""
+        """Return a context for a backward: of these settings it has only the default device."""
         self._set_autocast_dtypes()
         return nullcontext() if self.device is None else self.device
 
