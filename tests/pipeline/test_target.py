@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -190,6 +191,28 @@ def test_tensors_hidden_in_a_target_are_refused() -> None:
     with pytest.raises(ModelError, match=r"the target has tensors inside an object"):
         pipe.step(inputs, target=labels, loss_fn=loss_fn)
     pipe.step(inputs, target=labels, loss_fn=loss_fn, target_dims=None)
+
+
+def test_numpy_arrays_with_rows_are_refused() -> None:
+    """Every micro-batch would get the rows of all, unless that is what is asked for."""
+    pipe = GPipe(chain(), [1, 1], chunks=2)
+    inputs = torch.ones(4, 4, dtype=torch.float64)
+
+    def loss_fn(output: Tensor, target: Any) -> Tensor:
+        rows = target["y"] if isinstance(target, dict) else target
+        return output.sum() * len(rows)
+
+    with pytest.raises(ModelError, match=r"it is a numpy array of shape \(4, 2\)") as caught:
+        pipe.step(inputs, target=np.ones((4, 2)), loss_fn=loss_fn)
+    assert "torch.from_numpy" in str(caught.value) and "target_dims as None" in str(caught.value)
+    both = {"y": np.ones(4), "z": torch.ones(4)}
+    with pytest.raises(ModelError, match=r"leaf \['y'\] is a numpy array"):
+        pipe.step(inputs, target=both, loss_fn=loss_fn)
+    pipe.step(inputs, target=both, loss_fn=loss_fn, target_dims={"y": None, "z": 0})
+    pipe.step(inputs, target=np.ones(3), loss_fn=loss_fn)  # these are no rows
+    pipe.step(inputs, target=np.float64(1), loss_fn=lambda y, _: y.sum())
+    with pytest.raises(ModelError, match=r"input cannot be divided: leaf \[1\] is a numpy array"):
+        pipe((inputs, np.ones((4, 1))))
 
 
 def test_a_write_to_a_part_of_the_target_is_one_to_the_whole() -> None:

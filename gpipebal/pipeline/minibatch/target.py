@@ -30,7 +30,12 @@ from gpipebal.pipeline.values.microbatch import (
     unflatten,
     which_need_gradient,
 )
-from gpipebal.pipeline.values.parting import count_rows, paired_gradients, scatter_leaves
+from gpipebal.pipeline.values.parting import (
+    check_arrays,
+    count_rows,
+    paired_gradients,
+    scatter_leaves,
+)
 from gpipebal.pipeline.values.tensors import copy_of, version_of
 
 __all__ = ["Target"]
@@ -159,9 +164,11 @@ def _counting_alone(leaf: Any, dim: Dim) -> Any:
 
 
 def _check_rows(leaves: Sequence[Any], structure: Any, dims: Sequence[Dim], rows: int) -> None:
+    words = {"what": "target", "argument": "target_dims"}
     if all(dim is None or not isinstance(x, Tensor) for x, dim in zip(leaves, dims, strict=True)):
+        check_arrays(leaves, structure, dims, rows, **words)
         return
-    found = count_rows(leaves, structure, dims, what="target", argument="target_dims")
+    found = count_rows(leaves, structure, dims, **words)
     if found != rows:
         raise BalanceError(
             f"target has other rows than the input: {found} (expected {rows}).\n"

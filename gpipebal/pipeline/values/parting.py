@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
@@ -25,6 +26,7 @@ from gpipebal.pipeline.values.microbatch import flatten, name_of_leaf, unflatten
 from gpipebal.schedule import check_count
 
 __all__ = [
+    "check_arrays",
     "chunk_sizes",
     "count_rows",
     "gather",
@@ -68,7 +70,7 @@ def count_rows(
         argument: The argument that can name their dimensions, for an error.
 
     Raises:
-        ModelError: no tensor has rows, or one lacks the dimension.
+        ModelError: no tensor has rows, one lacks the dimension, or a numpy array has rows.
         RowsError: two have different rows (a ModelError).
     """
     rows: int | None = None
@@ -108,7 +110,35 @@ def count_rows(
             f"{what} has no tensor with rows: got {kinds} (expected a tensor or a tuple of "
             "tensors).\nFix: pass the mini-batch as tensors with its rows along dim 0."
         )
+    check_arrays(leaves, structure, dims, rows, what=what, argument=argument)
     return rows
+
+
+def check_arrays(
+    leaves: Sequence[Any],
+    structure: pytree.TreeSpec,
+    dims: Sequence[Dim],
+    rows: int,
+    *,
+    what: str,
+    argument: str,
+) -> None:
+    """Make sure that no numpy array has rows: every micro-batch would get those of all.
+
+    Raises:
+        ModelError: one has as many as the tensors.
+    """
+    for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
+        if not isinstance(leaf, np.ndarray) or dim is None or not -leaf.ndim <= dim < leaf.ndim:
+            continue
+        if leaf.shape[dim] == rows:
+            where = "it" if structure.is_leaf() else name_of_leaf(structure, index)
+            raise ModelError(
+                f"{what} cannot be divided: {where} is a numpy array of shape {leaf.shape} "
+                "(expected a tensor).\n"
+                "Fix: make it one by torch.from_numpy, or name its dimension in "
+                f"{argument} as None: every micro-batch gets all of it."
+            )
 
 
 def scatter(value: Any, chunks: int, dims: Any = 0) -> list[Any]:
