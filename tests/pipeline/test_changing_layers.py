@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from chains import run_plain
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -708,25 +709,76 @@ def test_another_number_of_outputs_in_the_recompute_is_refused(then: int) -> Non
         pipe(torch.randn(4, 3)).sum().backward()
 
 
-def test_another_order_of_keys_in_the_recompute_is_refused() -> None:
+class Named(dict[str, Tensor]):
+    """A dictionary whose class has told torch how to take it apart, but not its keys."""
+
+
+class Noted:
+    """A pair whose class adds to its shape what is another object each time."""
+
+    def __init__(self, pair: list[Tensor]) -> None:
+        self.pair, self.note = pair, torch.zeros(2)
+
+
+pytree.register_pytree_node(
+    Named,
+    lambda named: (list(named.values()), list(named)),
+    lambda values, names: Named(zip(names, values, strict=True)),
+)
+pytree.register_pytree_node(
+    Noted, lambda noted: (noted.pair, noted.note), lambda pair, _: Noted([*pair])
+)
+
+
+class TwoOutputs(nn.Module):
+    """Two linear layers, whose outputs a function puts together."""
+
+    def __init__(self, make: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.one, self.other, self.make = nn.Linear(3, 3), nn.Linear(3, 3), make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(self.one(x), self.other(x))
+
+
+class Weighs(nn.Module):
+    """Their difference, one of them twice."""
+
+    def forward(self, value: Any) -> Tensor:
+        if isinstance(value, Noted):
+            value = dict(zip(("one", "other"), value.pair, strict=True))
+        return value["one"] - 2 * value["other"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [dict, Named])
+def test_another_order_of_keys_in_the_recompute_is_refused(kind: type[dict[str, Tensor]]) -> None:
     """Gradients would go to the wrong outputs, without a word."""
 
-    class Names(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+    def make(one: Tensor, other: Tensor) -> dict[str, Tensor]:
+        named = [("one", one), ("other", other)]
+        return kind(named[::-1] if gb.is_recomputing() else named)
 
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            named = {"one": self.one(x), "other": self.other(x)}
-            return dict(reversed(named.items())) if gb.is_recomputing() else named
-
-    class Weighs(nn.Module):
-        def forward(self, named: dict[str, Tensor]) -> Tensor:
-            return named["one"] - 2 * named["other"]
-
-    pipe = GPipe(nn.Sequential(Names(), Weighs()), [1, 1], chunks=2, checkpoint="always")
-    with pytest.raises(ModelError, match=r"returned \{'one': .*, and \{'other': .* now") as caught:
+    model = nn.Sequential(TwoOutputs(make), Weighs())
+    pipe = GPipe(model, [1, 1], chunks=2, checkpoint="always")
+    with pytest.raises(ModelError, match=r"was .*'one'.*, and is .*'other'.* now") as caught:
         pipe(torch.randn(4, 3)).sum().backward()
-    assert "Fix: let it return the same keys in the same order" in str(caught.value)
-    never = GPipe(nn.Sequential(Names(), Weighs()), [1, 1], chunks=2, checkpoint="never")
+    assert "in the same order and under the same keys" in str(caught.value)
+    never = GPipe(model, [1, 1], chunks=2, checkpoint="never")
     never(torch.randn(4, 3)).sum().backward()
+
+
+def test_what_else_differs_between_forward_and_recompute_may_differ() -> None:
+    """Only the places of the outputs count: not what a class adds, nor a list for a tuple."""
+
+    def noted(one: Tensor, other: Tensor) -> Noted:
+        return Noted([one, other])
+
+    def with_more(one: Tensor, other: Tensor) -> dict[str, Any]:
+        rest = () if gb.is_recomputing() else []
+        return {"one": one, "other": other, "rest": rest}
+
+    for make in (noted, with_more):
+        model = nn.Sequential(TwoOutputs(make), Weighs())
+        plain = copy.deepcopy(model)
+        pipe = GPipe(model, [1, 1], chunks=2, checkpoint="always")
+        gradients_match(pipe, plain, torch.randn(4, 3))

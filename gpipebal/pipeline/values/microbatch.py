@@ -30,9 +30,9 @@ __all__ = [
     "children_of",
     "copied",
     "detached",
-    "first_other_leaf",
     "flatten",
     "form_of",
+    "have_same_places",
     "join_packets",
     "name_of_leaf",
     "split_packet",
@@ -130,23 +130,32 @@ def name_of_leaf(structure: pytree.TreeSpec, index: int) -> str:
     return f"leaf {pytree.keystr(tuple(path))}" if path else "the tensor"
 
 
-def first_other_leaf(structure: pytree.TreeSpec, other: pytree.TreeSpec) -> int | None:
-    """Return the index of the first leaf that has another place in another pytree; None: all agree.
+def have_same_places(structure: pytree.TreeSpec, other: pytree.TreeSpec) -> bool:
+    """Tell whether every leaf of a pytree has the same place in another.
 
     Example:
         >>> _, structure = flatten({"x": 0, "masks": (1, 2)})
-        >>> first_other_leaf(structure, flatten({"x": 0, "masks": (3, 4)})[1])
-        >>> first_other_leaf(structure, flatten({"masks": (1, 2), "x": 0})[1])
-        0
+        >>> have_same_places(structure, flatten({"x": 0, "masks": [3, 4]})[1])
+        True
+        >>> have_same_places(structure, flatten({"masks": (1, 2), "x": 0})[1])
+        False
     """
     with suppress(Exception):  # what a class adds to the shape need not be comparable
         if structure == other:
-            return None
-    n_leaves = min(structure.num_leaves, other.num_leaves)
-    for k in range(n_leaves):
-        if name_of_leaf(structure, k) != name_of_leaf(other, k):
-            return k
-    return None if structure.num_leaves == other.num_leaves else n_leaves
+            return True
+    return [*_places(structure)] == [*_places(other)]
+
+
+def _places(structure: pytree.TreeSpec) -> Iterator[str]:
+    """Yield the place of every leaf, as `name_of_leaf` writes it."""
+    if structure.is_leaf():
+        yield ""
+        return
+    children = children_of(structure)
+    for key, child in zip(_keys(structure, len(children)), children, strict=True):
+        name = pytree.keystr((key,))
+        for place in _places(child):
+            yield name + place
 
 
 def children_of(structure: pytree.TreeSpec) -> list[pytree.TreeSpec]:
@@ -157,13 +166,19 @@ def children_of(structure: pytree.TreeSpec) -> list[pytree.TreeSpec]:
 
 def _keys(structure: pytree.TreeSpec, n_children: int) -> list[Any]:
     """Return the keys of the uppermost branches of a pytree."""
-    try:
+    keys: list[Any] = []
+    with suppress(Exception):  # a class that checks what it is made of, as torch's packed sequences
         node = pytree.SUPPORTED_NODES[structure.type].unflatten_fn(
             range(n_children), structure.context
         )
-        return [path[0] for path, _ in pytree.tree_flatten_with_path(node)[0]]
-    except Exception:  # a class that checks what it is made of, as torch's packed sequences do
-        return [pytree.SequenceKey(k) for k in range(n_children)]
+        keys = [path[0] for path, _ in pytree.tree_flatten_with_path(node)[0]]
+    if len(keys) == n_children:
+        return keys
+    # A class that has told torch no keys: the outputs of transformers keep their names here.
+    names = structure.context
+    if isinstance(names, list | tuple) and [*map(type, names)] == [str] * n_children:
+        return [pytree.MappingKey(name) for name in names]
+    return [pytree.SequenceKey(k) for k in range(n_children)]
 
 
 def form_of(structure: pytree.TreeSpec, leaf: Any) -> str:

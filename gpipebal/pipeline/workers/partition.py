@@ -41,9 +41,9 @@ from gpipebal.pipeline.values.microbatch import (
     Packet,
     check_travels,
     copied,
-    first_other_leaf,
     flatten,
     form_of,
+    have_same_places,
     unflatten,
     which_need_gradient,
 )
@@ -260,15 +260,14 @@ class Partition:
         with run.state.entered(grad=True), self.buffers.replaced(kept):
             outputs, found = flatten(self._run_protected(leaves, packet, run, facts))
         self.buffers.check_own()
-        other = first_other_leaf(structure, found)
-        if other is not None:
+        if not have_same_places(structure, found):
             # Gradients are told apart by where they are in the pytree.
             self.forget(run.kind)
             raise ModelError(
-                f"partition {self.index} cannot be recomputed: its last layer returned "
-                f"{form_of(structure, '*')} in the forward, and {form_of(found, '*')} now.\n"
-                "Fix: let it return the same keys in the same order always; or "
-                "checkpoint='never'."
+                f"partition {self.index} cannot be recomputed: its output was "
+                f"{form_of(structure, '*')} in the forward, and is {form_of(found, '*')} now.\n"
+                "Fix: let its layers return the same values, in the same order and under the same "
+                "keys, always; or checkpoint='never'."
             )
         needs = which_need_gradient(outputs)
         # An output that was promised needlessly gets a gradient that goes nowhere.
