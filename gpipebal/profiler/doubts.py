@@ -10,7 +10,7 @@ from torch import nn
 from gpipebal.pipeline.layers.flat import can_be_opened, flatten
 from gpipebal.pipeline.values.tensors import bytes_of
 from gpipebal.profiler.replicas.compiled import runs_as_written
-from gpipebal.profiler.replicas.foreign import has_foreign, moves_foreign
+from gpipebal.profiler.replicas.foreign import had_hooks, has_foreign, moves_foreign
 from gpipebal.profiler.replicas.harmless import reached_past, uses_compiled, weights_reached
 from gpipebal.profiler.survey import Survey
 
@@ -150,7 +150,7 @@ def _has_hooks(layer: nn.Module) -> bool:
 
 
 def _has_hooks_on_parameters(layer: nn.Module) -> bool:
-    return any(parameter._backward_hooks for parameter in layer.parameters())
+    return any(map(had_hooks, layer.parameters()))
 
 
 def _is_nested(layer: nn.Module) -> bool:

@@ -399,20 +399,23 @@ def test_a_loss_that_writes_to_its_own_parameters() -> None:
 
 @pytest.mark.parametrize("named", [False, True])
 def test_an_optimizer_in_the_backward_of_a_weight_of_others(named: bool) -> None:
-    """It takes no step, and is there afterwards."""
+    """It takes no step, another hook does not run either, and both are there afterwards."""
     inner = nn.Linear(8, 8)
     stepper = torch.optim.SGD([inner.weight], lr=1.0, momentum=0.9)
     many, steps = among_many(inner), []
+    gradients: list[Tensor] = []
 
     def step(weight: Tensor) -> None:
         steps.append(weight.grad)
         stepper.step()
 
     inner.weight.register_post_accumulate_grad_hook(step)
+    inner.weight.register_hook(gradients.append)
     before = inner.weight.detach().clone()
     layer = Layer((lambda layer: inner) if named else (lambda layer: many["a"]))
     model = nn.Sequential(nn.Linear(8, 8), layer)
     gb.profile_model(model, torch.randn(8, 8), **MEASURE)
-    assert not steps and not stepper.state and torch.equal(inner.weight, before)
+    assert not steps and not gradients
+    assert not stepper.state and torch.equal(inner.weight, before)
     model(torch.randn(8, 8)).sum().backward()
-    assert len(steps) == 1 and not torch.equal(inner.weight, before)
+    assert len(steps) == len(gradients) == 1 and not torch.equal(inner.weight, before)

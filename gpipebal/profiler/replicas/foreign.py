@@ -28,7 +28,15 @@ from gpipebal.pipeline.values.tensors import (
     stored_parts,
 )
 
-__all__ = ["Kept", "Watch", "foreign_kept", "has_foreign", "moves_foreign", "note_mover"]
+__all__ = [
+    "Kept",
+    "Watch",
+    "foreign_kept",
+    "had_hooks",
+    "has_foreign",
+    "moves_foreign",
+    "note_mover",
+]
 
 #: Arguments that normalisation writes to, though its operations do not declare it.
 _STATISTICS = frozenset({"running_mean", "running_var"})
@@ -40,11 +48,13 @@ class Kept:
     Attributes:
         used: By name of a layer, the leaves of others that it uses.
         movers: Names of layers that give a tensor of others new memory, see `moves_foreign`.
+        hooked: Leaves with hooks, by ``id``.
     """
 
     def __init__(self, behind: ExitStack) -> None:
         self.used: dict[str, dict[int, Tensor]] = {}
         self.movers: set[str] = set()
+        self.hooked: set[int] = set()
         self._behind = behind
         # They are kept alive, so that nothing else gets their identity.
         self._known: dict[tuple[str, int], Any] = {}
@@ -54,7 +64,7 @@ class Kept:
         self.used.setdefault(name, {})[id(leaf)] = leaf
 
     def gradient(self, leaf: Tensor) -> None:
-        """Keep the gradient of a leaf, and hooks that run when it has one: they may step it.
+        """Keep the gradient of a leaf, and its hooks: they may step it, and are the caller's.
 
         There are none until the end.
         """
@@ -62,8 +72,9 @@ class Kept:
             return
         self._behind.callback(setattr, leaf, "grad", leaf.grad)
         leaf.grad = None
-        hooks: Any = leaf._post_accumulate_grad_hooks
-        if hooks:
+        each: tuple[Any, ...] = (leaf._backward_hooks, leaf._post_accumulate_grad_hooks)
+        for hooks in filter(None, each):
+            self.hooked.add(id(leaf))
             self._behind.callback(hooks.update, dict(hooks))
             hooks.clear()
 
@@ -125,6 +136,12 @@ def has_foreign(name: str, layer: nn.Module) -> bool:
     kept = _kept.get()
     used = set() if kept is None else set(kept.used.get(name, ()))
     return bool(used - set(map(id, layer.parameters())))
+
+
+def had_hooks(leaf: Tensor) -> bool:
+    """Tell whether a leaf has hooks of the caller, which are off in this profile."""
+    kept = _kept.get()
+    return kept is not None and id(leaf) in kept.hooked
 
 
 def moves_foreign(name: str) -> bool:
