@@ -399,6 +399,35 @@ def test_a_backward_under_autocast_runs_without_it_as_in_a_worker() -> None:
     assert plain.layers[1].backward_peak_bytes == F * (width * width + rows * width)
 
 
+class NotesAutocast(torch.autograd.Function):
+    """Notes whether autocast is on in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, notes: list[bool]) -> Tensor:
+        ctx.notes = notes
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.notes.append(torch.is_autocast_enabled("cpu"))
+        return gradient, None
+
+
+@pytest.mark.parametrize("way", [{"as_pipeline": True}, {"one_at_a_time": True}])
+def test_no_backward_of_a_loss_has_autocast(way: dict[str, bool]) -> None:
+    """Neither where it is measured nor where the pipeline is tried out."""
+    notes: list[bool] = []
+
+    def loss(output: Tensor) -> Tensor:
+        return cast("Tensor", NotesAutocast.apply(output.float(), notes)).sum()
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        profile(model, torch.randn(8, 4), loss_fn=loss, **way)
+        assert torch.is_autocast_enabled("cpu")
+    assert notes and not any(notes)
+
+
 class Turned(nn.Module):
     """Makes two values that lie turned around, as those of recurrent layers do."""
 

@@ -112,20 +112,20 @@ class CallerState:
 
 
 @contextmanager
-def without_autocast(*kinds: str) -> Iterator[None]:
+def without_autocast(kind: str) -> Iterator[None]:
     """Turn autocast off for a block that runs a backward, as it is off in one of a worker.
 
     Args:
-        kinds: The kinds of devices that it works on.
+        kind: The kind of device that the block works on.
     """
-    available = filter(torch.amp.autocast_mode.is_autocast_available, kinds)  # not for meta
-    on = [kind for kind in available if torch.is_autocast_enabled(kind)]
+    has_autocast = torch.amp.autocast_mode.is_autocast_available(kind)  # the meta device has none
+    is_on = has_autocast and torch.is_autocast_enabled(kind)
     try:
-        for kind in on:
+        if is_on:
             torch.set_autocast_enabled(kind, False)
         yield
     finally:
-        for kind in on:
+        if is_on:
             torch.set_autocast_enabled(kind, True)
 
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.minibatch.loss import call_loss
+from gpipebal.pipeline.process.caller import without_autocast
 from gpipebal.pipeline.trace import trace
 from gpipebal.pipeline.values.microbatch import flatten, unflatten
 from gpipebal.problem import Problem
@@ -295,7 +296,9 @@ def _go_back(output: Any, setting: Setting) -> tuple[bool, ...]:
         cut = as_leaves(leaves, wants=True)
         target = setting.data.target_of(setting.data.sizes)
         loss = call_loss(setting.loss_fn, unflatten(cut, structure), target)
-        gradients = torch.autograd.grad(loss, [*filter(needs_gradient, cut)], allow_unused=True)
+        inputs = [*filter(needs_gradient, cut)]
+        with without_autocast("cpu"):
+            gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
     # A loss may leave an output alone.
     used = [pair for pair in zip(ends, gradients, strict=True) if pair[1] is not None]
     if used:
