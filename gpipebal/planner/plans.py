@@ -20,6 +20,7 @@ from gpipebal.profile import Profile
 from gpipebal.schedule import Order, modes_of, partitions_on_each
 from gpipebal.simulator import durations_of, place, weight_shares
 from gpipebal.solvers import Split
+from gpipebal.text import either
 
 __all__ = [
     "fits",
@@ -107,18 +108,21 @@ def _notes_on_ties(profile: Profile, bounds: Sequence[int], execution: Execution
     n = len(bounds) - 1
     n_devices = n // partitions_on_each(execution.schedule, n)
     # What GPipe does not run has a process for each device, whatever memory they have.
-    move, why = "", "Every process trains a copy of its own."
+    why = "Every process trains a copy of its own."
     if execution.is_ours:
-        move = "give these partitions one device, "
         why = "A pipeline refuses a parameter on several devices."
     for tie in profile.ties:
         parts = {bisect_right(bounds, k) - 1: k for k in reversed(tie.layers)}
         if len({j % n_devices for j in parts}) > 1:
             names = [profile.names[k] for k in sorted(parts.values())]
+            ways = ["give these partitions one device"] if execution.is_ours else []
+            if profile.n_layers - (max(parts.values()) - min(parts.values())) >= n:
+                ways.append(
+                    f"keep the layers in one partition (keep_together=[{(names[0], names[-1])!r}])"
+                )
             yield (
                 f"Layers {', '.join(map(repr, names))} share parameters, in partitions "
-                f"{', '.join(map(str, sorted(parts)))}: {move}keep the layers in one partition "
-                f"(keep_together=[{(names[0], names[-1])!r}]), or untie them. {why}"
+                f"{', '.join(map(str, sorted(parts)))}: {either([*ways, 'untie them'])}. {why}"
             )
 
 

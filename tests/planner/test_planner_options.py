@@ -245,8 +245,10 @@ def test_plans_for_other_processes_say_that_ties_are_copied(shared_memory: bool 
         )
         return "".join(note for note in plan.notes if "share" in note)
 
-    note = note_on(0, 3, schedule="zb_h1", n_partitions=2)
+    note = note_on(0, 2, schedule="zb_h1", n_partitions=2)
     assert "in partitions 0, 1: keep the layers" in note and "copy" in note
+    # One partition would have all layers.
+    assert "in partitions 0, 1: untie them" in note_on(0, 3, schedule="zb_h1", n_partitions=2)
     assert "in partitions 0, 3:" in note_on(0, 3, schedule="interleaved_1f1b", n_partitions=4)
     # Partitions 0 and 2 are in one process.
     assert not note_on(0, 2, schedule="interleaved_1f1b", n_partitions=4)
