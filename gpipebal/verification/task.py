@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from gpipebal.copies import deep_copy
 from gpipebal.errors import ModelError
 from gpipebal.pipeline.gpipe import GPipe
 from gpipebal.pipeline.minibatch.loss import Reduction, call_loss
+from gpipebal.pipeline.process.caller import without_autocast
 from gpipebal.pipeline.values.microbatch import (
     detached,
     flatten,
@@ -146,9 +148,9 @@ def outcome_of(output: Any, task: Task) -> Outcome:
     trains = torch.is_grad_enabled() and (any(needs) if loss is None else loss.requires_grad)
     if trains and loss is None:
         roots = [leaf for leaf, flag in zip(leaves, needs, strict=True) if flag]
-        torch.autograd.backward(roots, task.projections(roots))
+        _go_back(roots, task.projections(roots))
     elif trains and loss is not None:
-        torch.autograd.backward([loss])
+        _go_back([loss])
     return Outcome(
         structure,
         detached(leaves),
@@ -156,6 +158,14 @@ def outcome_of(output: Any, task: Task) -> Outcome:
         None if loss is None else loss.detach(),
         trains,
     )
+
+
+def _go_back(roots: Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:
+    """Run a backward without autocast, as torch advises and as workers do."""
+    with ExitStack() as stack:
+        for kind in {root.device.type for root in roots}:
+            stack.enter_context(without_autocast(kind))
+        torch.autograd.backward(roots, gradients)
 
 
 def label_of(value: str, structure: Any, k: int) -> str:

@@ -249,6 +249,33 @@ def test_autocast_and_default_device_of_the_caller_hold_for_both() -> None:
     assert set(seen) == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("loss_fn", [None, torch.mean])
+def test_both_go_back_without_autocast(loss_fn: Any) -> None:
+    """Workers do in any case, and the plain model has to be compared with that."""
+    is_on: list[bool] = []
+
+    class Ask(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            is_on.append(torch.is_autocast_enabled("cpu"))
+            return gradient
+
+    class Asks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = Ask.apply(x)
+            return y
+
+    model = nn.Sequential(nn.Linear(4, 4), Asks(), nn.Linear(4, 2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        gb.verify(model, GPipe(model, [1, 2], chunks=2), torch.ones(4, 4), loss_fn=loss_fn)
+        assert torch.is_autocast_enabled("cpu")
+    assert len(is_on) >= 4 and not any(is_on)
+
+
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_a_lazy_layer_gets_the_same_values_in_both() -> None:
     """A layer without values before its first forward makes them inside each copy."""
