@@ -100,10 +100,11 @@ def why_not_writable(path: str | os.PathLike[str]) -> str | None:
 
 def _not_a_file(path: str | os.PathLike[str]) -> str | None:
     """Say what is at a path if it is not an ordinary file, such as a device; None if nothing."""
-    if os.path.isdir(path):
+    # An empty name is the current folder as a path, and nothing to the system.
+    if os.path.isdir(check_path(path)):
         return "it is a folder"
     # What is behind an open file, as /dev/stdout is, may be an ordinary one: it would be replaced.
-    is_open = Path(os.path.abspath(check_path(path))).parts[:2] in (("/", "dev"), ("/", "proc"))
+    is_open = Path(os.path.abspath(path)).parts[:2] in (("/", "dev"), ("/", "proc"))
     if os.path.exists(path) and (is_open or not os.path.isfile(path)):
         return "it is not an ordinary file"
     return None

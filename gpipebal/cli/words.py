@@ -348,7 +348,7 @@ def check_output(path: str | None, option: str = "--output") -> None:
     reason = why_not_writable(path)
     if reason is not None:
         raise UsageError(
-            f"file cannot be written: {option} {path} ({reason}).\n"
+            f"file cannot be written: {option} {_quoted(path)} ({reason}).\n"
             f"Fix: name a file in a folder that you may write to with {option}."
         )
 

@@ -199,7 +199,7 @@ def _unknown(name: str) -> UsageError:
     """Say what models there are, and which of them may be meant."""
     if name.endswith(".py") or os.sep in name:
         return named_by_path(name, "make_model")
-    nearest = difflib.get_close_matches(name, MODELS, n=1)
+    nearest = difflib.get_close_matches(name.lower(), MODELS, n=1)
     module, _, made_by = name.strip(".").rpartition(".")
     named, made_by = (module, made_by) if module else (made_by or "package.module", "make_model")
     own = f"{named}:{made_by}, where {made_by}() returns (model, sample)"

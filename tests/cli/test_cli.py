@@ -99,6 +99,12 @@ def test_bad_input_gives_one_clear_line(
     assert out == "" and not (tmp_path / "out").exists()
 
 
+def test_a_built_in_model_is_found_in_capitals(capsys: pytest.CaptureFixture[str]) -> None:
+    """A name as papers write it is not taken for a module of the user's."""
+    assert main(["run", "ResNet101"]) == 2
+    assert capsys.readouterr().err.endswith("Fix: resnet101.\n")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

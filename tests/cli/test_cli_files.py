@@ -80,6 +80,17 @@ def test_output_that_cannot_be_written_is_refused_first(
     assert reason in first and second.startswith("Fix: ")
 
 
+@pytest.mark.parametrize("option", ["--output", "--plot"])
+def test_an_empty_name_of_a_file_is_refused(
+    option: str, files: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a script gives it whose variable is not set."""
+    assert main(["simulate", str(files["plan"]), option, ""]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert f"file cannot be written: {option} '' (it is a folder)" in first
+    assert second.startswith("Fix: ")
+
+
 def test_show_prints_every_kind_of_file(
     files: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -157,6 +157,17 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [folder, link, pipe]
 
 
+def test_an_empty_name_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the current folder, as for `Path`; nothing is written, there or beside it."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with pytest.raises(FileFormatError, match="cannot be written: it is a folder"):
+        write_record("", RECORD)
+    assert why_not_writable("") == "it is a folder"
+    assert list(tmp_path.rglob("*")) == [folder]
+
+
 def test_a_link_stays_one(tmp_path: Path) -> None:
     """What it leads to is written, also where there is nothing yet, and the link is kept."""
     real, link = tmp_path / "real" / "thing.json", tmp_path / "latest.json"
