@@ -43,7 +43,7 @@ def check_rows(schedule: Schedule) -> None:
             elif not type(i) is type(j) is int and None in map(whole_number, (i, j)):
                 wrong = "has a number that is not whole (expected ints)"
             elif not 0 <= i < 2**31:
-                wrong = "has an impossible micro-batch (expected 0 or more)"
+                wrong = f"has an impossible micro-batch (expected 0..{2**31 - 1})"
             elif schedule.devices is None and j != d:
                 wrong = f"stands in row {d} (expected row {j})"
             elif not 0 <= j < len(placement):

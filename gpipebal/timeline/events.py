@@ -193,11 +193,11 @@ def _check_event(event: Event, n_partitions: int) -> None:
     partition, kind, micro_batch, start, end = event
     wrong = None
     if type(partition) is not int or not 0 <= partition < n_partitions:
-        wrong = f"partition={partition!r} (expected 0..{n_partitions - 1})"
+        wrong = f"partition={partition!r} (expected an int, 0..{n_partitions - 1})"
     elif not isinstance(kind, str) or kind not in KIND_NAMES:
         wrong = f"kind={kind!r} (expected one of {', '.join(KIND_NAMES)})"
     elif type(micro_batch) is not int or not 0 <= micro_batch <= MOST_MICRO_BATCHES:
-        wrong = f"micro_batch={micro_batch!r} (expected an int of 0 or more)"
+        wrong = f"micro_batch={micro_batch!r} (expected an int, 0..{MOST_MICRO_BATCHES})"
     elif not (is_quantity(start) and is_quantity(end) and start <= end):
         wrong = f"start={start!r}, end={end!r} (expected finite seconds, 0 <= start <= end)"
     if wrong:

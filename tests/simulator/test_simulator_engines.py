@@ -359,6 +359,7 @@ def test_an_input_gradient_without_weight_gradient_is_refused() -> None:
     [
         ((Action(0, "F", 0), Action(0, "I", 0), Action(0, "B", 0)), "whole and in parts"),
         ((Action(0, "F", -1),), "impossible micro-batch"),
+        ((Action(0, "F", 2**31),), r"impossible micro-batch \(expected 0\.\.2147483647\)"),
         ((Action(2, "F", 0),), r"unknown partition \(expected 0..1\)"),
     ],
 )

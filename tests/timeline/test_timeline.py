@@ -307,12 +307,13 @@ def test_tolerated_overlap_is_cut_off_in_the_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("event", "message"),
     [
-        (Event(2, "F", 0, 0.0, 1.0), r"event 2F0 cannot be: partition=2 \(expected 0\.\.1\)"),
+        (Event(2, "F", 0, 0.0, 1.0), r"event 2F0 .* partition=2 \(expected an int, 0\.\.1\)"),
         (Event(-1, "F", 0, 0.0, 1.0), "partition=-1"),
         (Event(True, "F", 0, 0.0, 1.0), "partition=True"),
+        (Event(1.0, "F", 0, 0.0, 1.0), r"partition=1\.0 \(expected an int"),  # type: ignore[arg-type]
         (Event(0, "X", 0, 0.0, 1.0), r"kind='X' \(expected one of F, R, B, I, W, O, C, H\)"),
-        (Event(0, "F", 2**31, 0.0, 1.0), r"micro_batch=2147483648"),
-        (Event(0, "F", -1, 0.0, 1.0), r"micro_batch=-1 \(expected an int of 0 or more\)"),
+        (Event(0, "F", 2**31, 0.0, 1.0), r"micro_batch=2147483648 \(expected .*0\.\.2147483647\)"),
+        (Event(0, "F", -1, 0.0, 1.0), r"micro_batch=-1 \(expected an int, 0\.\."),
         (Event(0, "F", 0, 2.0, 1.0), r"start=2\.0, end=1\.0 \(expected .* 0 <= start <= end\)"),
         (Event(0, "F", 0, -1.0, 1.0), r"start=-1\.0"),
         (Event(0, "F", 0, 0.0, math.inf), "end=inf"),
