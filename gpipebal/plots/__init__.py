@@ -5,7 +5,8 @@ if there are more. Shade is the kind of work: full colour for forward, hatched f
 for backward. Every function draws on the axes that it is given, or on a new figure, and returns the
 axes (`plot_run` draws several, and returns the figure). Nothing here uses pyplot, so importing and
 drawing change no global state; ``ax.figure`` shows itself in a notebook and `save_figure` writes it
-to a file.
+to a file. A figure of your own should have ``layout="constrained"``, or titles and names around the
+axes may be cut off.
 """
 
 from __future__ import annotations
