@@ -24,6 +24,7 @@ from gpipebal.errors import FileFormatError, MissingFileError
 __all__ = [
     "NO_ROOM",
     "atomic_path",
+    "check_values",
     "noun_of",
     "read_any",
     "read_noun",
@@ -146,14 +147,30 @@ def write_record(path: str | os.PathLike[str], record: Mapping[str, Any]) -> Non
             ) from None
         n_values = _count_values(text)
         if n_values > MAX_VALUES or len(text) > MAX_FILE_BYTES:
-            raise _refused(
-                path,
-                f"could not be read back: {n_values} values in {len(text)} bytes (expected at "
-                f"most {MAX_VALUES} in {MAX_FILE_BYTES}).",
-                "save less: of a timeline its outline (simulate(..., detail=False), --no-detail) "
-                "or fewer micro-batches, of a profile one size.",
-            )
+            much = f"{n_values} values in {len(text)} bytes"
+            raise _too_much(path, much, f"{MAX_VALUES} in {MAX_FILE_BYTES}")
         temporary.write_text(text, encoding="utf-8")
+
+
+def check_values(path: str | os.PathLike[str], n_values: int) -> None:
+    """Refuse to write so many values, or more, before there are any; counted as in a text.
+
+    Raises:
+        KindError: `path` is not a path.
+        FileFormatError: `read_any` does not accept as many.
+    """
+    check_path(path)
+    if n_values > MAX_VALUES:
+        raise _too_much(path, f"more than {n_values} values", f"{MAX_VALUES}")
+
+
+def _too_much(path: str | os.PathLike[str], much: str, most: str) -> FileFormatError:
+    return _refused(
+        path,
+        f"could not be read back: {much} (expected at most {most}).",
+        "save less: of a timeline its outline (simulate(..., detail=False), --no-detail) or fewer "
+        "micro-batches, of a profile one size.",
+    )
 
 
 def _count_values(text: str) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 
 from gpipebal.argument_kinds import check_index, check_list, check_mapping, check_whole, is_word
 from gpipebal.errors import KindError, ProfileError
-from gpipebal.files import read_noun, write_record
+from gpipebal.files import check_values, read_noun, write_record
 from gpipebal.html import timeline_html
 from gpipebal.records import (
     another_kind,
@@ -40,6 +40,8 @@ FORMAT = "gpipebal-timeline"
 #: More partitions are refused: a list of them would fill the memory.
 MOST_PARTITIONS = 2**16
 VERSION = 1
+#: The fewest signs by which a file's values are counted: of an event in the trace, in the record.
+_IN_TRACE, _IN_RECORD = 10, 6
 #: Key of the exact record in a trace.
 _RECORD = "gpipebal"
 
@@ -266,6 +268,10 @@ class Timeline:
                 measurement: drawn as processes of their own; `load` does not read them.
             memory: What the devices hold over time, for this timeline and each of the further
                 ones, as `gpipebal.simulator.memory_over_time` returns it. Drawn as counters.
+
+        Raises:
+            KindError: an argument is of another kind.
+            FileFormatError: there are too many events for a file, a few hundred thousand.
         """
         beside = check_list("beside", beside, Timeline)
         memory = [
@@ -280,6 +286,9 @@ class Timeline:
                         "what a device holds over time).\n"
                         "Fix: memory=[memory_over_time(timeline, held)]."
                     )
+        n_slices = sum(len(timeline.events) for timeline in (self, *beside))
+        # Millions of events would take minutes and gigabytes first.
+        check_values(path, _IN_TRACE * n_slices + _IN_RECORD * len(self.events))
         trace = []
         for process, timeline in enumerate((self, *beside), start=1):
             trace += trace_events(

@@ -15,10 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpipebal import files
 from gpipebal.errors import FileFormatError, ProfileError
 from gpipebal.schedule import CHECKPOINT_MODES, gpipe_schedule
 from gpipebal.simulator import CellBytes, Durations, HeldBytes, memory_over_time, place
 from gpipebal.timeline import Event, Timeline
+from gpipebal.timeline import timeline as noun
 from gpipebal.timeline.chrome import trace_events
 
 #: Two partitions, one micro-batch, a copy each way: 8 s, of which partition 0 works 5, 1 works 2.
@@ -302,6 +304,25 @@ def test_tolerated_overlap_is_cut_off_in_the_trace(tmp_path: Path) -> None:
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert [(e["ts"], e["dur"]) for e in slices] == [(0.0, 1e6), (1e6, 1e6)]
     assert Timeline.load(tmp_path / "timeline.json") == timeline
+
+
+def test_a_trace_too_large_to_be_read_is_refused_before_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slices alone would be too many; nothing is refused that could be read back."""
+    durations = Durations((1.0, 2.0), (1.0, 2.0), (2.0, 4.0))
+    timeline = place(gpipe_schedule(2, 16, "always"), durations)
+    path = tmp_path / "timeline.json"
+    timeline.save(path, [timeline])
+    text = path.read_text(encoding="utf-8")
+    n_values = files._count_values(text)
+    monkeypatch.setattr(files, "MAX_VALUES", n_values)
+    timeline.save(path, [timeline])
+    monkeypatch.setattr(files, "MAX_VALUES", n_values // 3)
+    monkeypatch.setattr(noun, "trace_events", pytest.fail)
+    with pytest.raises(FileFormatError, match=r"read back: more than \d+ values.*\n.*no-detail"):
+        timeline.save(path, [timeline])
+    assert path.read_text(encoding="utf-8") == text
 
 
 @pytest.mark.parametrize(
