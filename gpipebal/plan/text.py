@@ -339,7 +339,7 @@ def _memory(plan: Plan) -> list[str]:
 
 def _modes(plan: Plan) -> list[str]:
     if not plan.has_recomputes:
-        return ["Nothing is recomputed."]
+        return [] if plan.runs else ["Nothing is recomputed."]
     again = [j for j, count in enumerate(plan.recomputed) if count]
     where = "All partitions" if len(again) == plan.n_partitions else _partitions(again)
     cost = sum(
