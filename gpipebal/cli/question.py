@@ -307,13 +307,18 @@ def sizes(text: str) -> str | list[str]:
 
 def size(text: str) -> str:
     """Read a size; refuse one without a unit that is too few bytes for a device."""
+    _check_unit(text, "bytes", "GiB")
+    return text
+
+
+def _check_unit(text: str, what: str, unit: str) -> None:
+    """Refuse a number that was typed without its unit."""
     number = text.strip()
     if re.fullmatch(r"\d+(\.\d*)?|\.\d+", number) and 0 < float(number) < LEAST_BYTES:
         raise argparse.ArgumentTypeError(
-            f"{text!r} has no unit, and is too small for bytes (expected {number}GiB, say; or "
+            f"{text!r} has no unit, and is too small for {what} (expected {number}{unit}, say; or "
             f"{number}B)"
         )
-    return text
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -324,6 +329,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _bandwidth(text: str) -> float:
+    _check_unit(text, "bytes per second", "GB")
     try:
         return float(text)
     except ValueError:

@@ -12,7 +12,8 @@ from gpipebal.units import parse_bytes
 
 __all__ = ["LEAST_BYTES", "NOTHING", "SIZES", "Typed", "size_word"]
 
-#: No device has so little memory: fewer bytes without a unit are a typing error.
+#: No device has so little memory, and no link is so slow: fewer bytes without a unit are a typing
+#: error.
 LEAST_BYTES = 2**20
 
 #: Options that are sizes, by their names in Python.

@@ -136,6 +136,14 @@ def test_bytes_are_bytes(word: str, profile_file: str) -> None:
     assert main(["solve", profile_file, "-n", "2", "--bandwidth", word]) == 0
 
 
+def test_a_bandwidth_without_a_unit_is_a_slip(
+    profile_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """12 is twelve bytes in a second, with which no plan cuts anywhere but at the least output."""
+    said = refused(["solve", profile_file, "-n", "2", "--bandwidth", "12"], capsys)
+    assert "too small for bytes per second (expected 12GB, say; or 12B)" in said
+
+
 @pytest.mark.parametrize("flag", ["--memory-limit", "--reserve"])
 @pytest.mark.parametrize("word", ["2.5", "60", " 7 ", "3.", ".5"])
 def test_sizes_without_a_unit_are_slips(
@@ -245,7 +253,7 @@ def test_a_plan_that_does_not_fit_is_solved_anew(
 @pytest.mark.parametrize(
     ("words", "options"),
     [
-        (["--bandwidth", "100"], {"link": Link(100.0)}),
+        (["--bandwidth", "100B"], {"link": Link(100.0)}),
         (["--latency", "1", "--no-overlap"], {"link": Link(float("inf"), 1.0, overlaps=False)}),
         (["--speeds", "1,2"], {"devices": [1.0, 2.0]}),
         (["--memory-limit", "1GiB"], {"memory_limit": "1GiB"}),
