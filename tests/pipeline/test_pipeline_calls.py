@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from gpipebal import GPipe
 from gpipebal.compat.torchgpipe import GPipe as OldGPipe
@@ -61,6 +64,31 @@ def test_a_pipeline_is_not_exported() -> None:
     """The plain model is."""
     with pytest.raises(PipelineError, match="export the plain model"):
         torch.export.export(make(), (torch.randn(6, 8),), strict=False)
+
+
+def test_a_graph_of_a_pipeline_is_refused() -> None:
+    """That of `make_fx` would return the output of its example, whatever it is given."""
+    pipe, x = GPipe(nn.Sequential(nn.Linear(3, 3)), [1], chunks=2), torch.ones(2, 3)
+    traces: list[Callable[[], object]] = [
+        lambda: make_fx(pipe)(x),
+        lambda: make_fx(pipe, tracing_mode="fake")(x),
+        lambda: make_fx(lambda x: pipe.step(x, loss_fn=Tensor.sum))(x),
+        lambda: torch.fx.symbolic_trace(pipe),
+    ]
+    for trace in traces:
+        with pytest.raises(PipelineError, match="a pipeline cannot be traced"):
+            trace()
+    assert pipe(x).shape == (2, 3)
+
+
+def test_a_pipeline_is_not_run_on_fake_tensors() -> None:
+    """Workers are not in the mode: a layer would fail in the middle of torch."""
+    pipe = GPipe(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), [1, 1], chunks=2)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = mode.from_tensor(torch.ones(2, 3))
+        with pytest.raises(PipelineError, match="under a FakeTensorMode"):
+            pipe(fake)
+    assert pipe(torch.ones(2, 3)).shape == (2, 3)
 
 
 class Masked(nn.Module):

@@ -19,6 +19,7 @@ from gpipebal.schedule import check_count
 
 __all__ = [
     "NO_INPUT",
+    "NO_TRACE",
     "check_balance",
     "check_keyword_dims",
     "check_keywords",
@@ -31,11 +32,20 @@ __all__ = [
 ]
 
 
+NO_TRACE = (
+    "a pipeline cannot be traced: its workers would not be in the trace.\n"
+    "Fix: trace, script or export the plain model, whose parameters are the same."
+)
+
+
 class _NoInput:
     """Stands for an input that was not given."""
 
     def __repr__(self) -> str:
         return "NO_INPUT"
+
+    def __fx_create_arg__(self, tracer: object) -> Any:
+        raise PipelineError(NO_TRACE)  # `torch.fx` makes the arguments before it calls a module
 
 
 NO_INPUT: Any = _NoInput()

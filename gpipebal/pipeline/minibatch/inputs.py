@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from gpipebal.errors import ModelError, PipelineError
+from gpipebal.pipeline.layers.chain import NO_TRACE
 from gpipebal.pipeline.observers.ledger import Ledger
 from gpipebal.pipeline.process.engine_state import is_transformed
 from gpipebal.pipeline.values.dims import Dim, spread_dims
@@ -137,6 +138,12 @@ def charge_inputs(ledger: Ledger | None, inputs: Any, devices: Sequence[torch.de
         ledger.keep((0, leaf) for leaf in leaves if leaf.device == devices[0])
 
 
+def _has_mode(kind: str) -> bool:
+    """Whether this thread is in a dispatch mode of torch's own, such as that of `make_fx`."""
+    key = getattr(torch._C._TorchDispatchModeKey, kind)
+    return torch._C._get_dispatch_mode(key) is not None
+
+
 def check_no_transform(inputs: Any, parameters: Iterable[Any]) -> None:
     """Refuse traces, transforms of `torch.func` and tensors with a tangent: workers see none of it.
 
@@ -144,9 +151,14 @@ def check_no_transform(inputs: Any, parameters: Iterable[Any]) -> None:
         PipelineError: there is one.
     """
     if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
+        raise PipelineError(NO_TRACE)
+    if _has_mode("PROXY"):
+        raise PipelineError(NO_TRACE)  # its output would be a constant of the graph
+    if _has_mode("FAKE"):
         raise PipelineError(
-            "a pipeline cannot be traced: its workers would not be in the trace.\n"
-            "Fix: trace, script or export the plain model, whose parameters are the same."
+            "a pipeline cannot be called under a FakeTensorMode: its workers are not in it.\n"
+            "Fix: call the plain model under it, whose parameters are the same; or "
+            "profile_model(..., method='estimate')."
         )
     if is_transformed():
         raise PipelineError(
