@@ -72,6 +72,7 @@ def test_a_graph_of_a_pipeline_is_refused() -> None:
     traces: list[Callable[[], object]] = [
         lambda: make_fx(pipe)(x),
         lambda: make_fx(pipe, tracing_mode="fake")(x),
+        lambda: make_fx(pipe, pre_dispatch=True)(x),
         lambda: make_fx(lambda x: pipe.step(x, loss_fn=Tensor.sum))(x),
         lambda: torch.fx.symbolic_trace(pipe),
     ]

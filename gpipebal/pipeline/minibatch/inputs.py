@@ -138,10 +138,16 @@ def charge_inputs(ledger: Ledger | None, inputs: Any, devices: Sequence[torch.de
         ledger.keep((0, leaf) for leaf in leaves if leaf.device == devices[0])
 
 
-def _has_mode(kind: str) -> bool:
-    """Whether this thread is in a dispatch mode of torch's own, such as that of `make_fx`."""
-    key = getattr(torch._C._TorchDispatchModeKey, kind)
-    return torch._C._get_dispatch_mode(key) is not None
+def _is_recorded() -> bool:
+    """Whether operations of this thread are recorded, as by `make_fx`, before autograd or after."""
+    key = torch._C._TorchDispatchModeKey.PROXY
+    modes = (torch._C._get_dispatch_mode(key), torch._ops._get_dispatch_mode_pre_dispatch(key))
+    return any(mode is not None for mode in modes)
+
+
+def _is_fake() -> bool:
+    """Whether this thread is in a `FakeTensorMode`."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def check_no_transform(inputs: Any, parameters: Iterable[Any]) -> None:
@@ -152,9 +158,9 @@ def check_no_transform(inputs: Any, parameters: Iterable[Any]) -> None:
     """
     if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
         raise PipelineError(NO_TRACE)
-    if _has_mode("PROXY"):
+    if _is_recorded():
         raise PipelineError(NO_TRACE)  # its output would be a constant of the graph
-    if _has_mode("FAKE"):
+    if _is_fake():
         raise PipelineError(
             "a pipeline cannot be called under a FakeTensorMode: its workers are not in it.\n"
             "Fix: call the plain model under it, whose parameters are the same; or "
