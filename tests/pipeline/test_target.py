@@ -215,6 +215,26 @@ def test_numpy_arrays_with_rows_are_refused() -> None:
         pipe((inputs, np.ones((4, 1))))
 
 
+def test_one_micro_batch_alone_may_have_numpy_arrays() -> None:
+    """Nothing is divided: it gets all rows of them, which are its own."""
+
+    def loss_fn(output: Tensor, target: Any) -> Tensor:
+        assert len(target["y"]) == len(output)
+        return output.sum()
+
+    class First(nn.Module):
+        def forward(self, pair: tuple[Tensor, Any]) -> Tensor:
+            assert len(pair[0]) == len(pair[1])
+            return pair[0]
+
+    for chunks, rows in ((1, 4), (2, 1)):
+        pipe = GPipe(nn.Sequential(First(), nn.Linear(4, 2)), [1, 1], chunks=chunks)
+        pair = torch.ones(rows, 4), np.ones((rows, 1))
+        assert pipe(pair).shape == (rows, 2)
+        for target in ({"y": np.ones(rows)}, {"y": np.ones(rows), "z": torch.ones(rows)}):
+            pipe.step(pair, target=target, loss_fn=loss_fn)
+
+
 def test_a_write_to_a_part_of_the_target_is_one_to_the_whole() -> None:
     """A graph of the caller's that has saved the target refuses to go back, as it would alone."""
     target = torch.ones(4, 1)

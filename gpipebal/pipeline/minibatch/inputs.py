@@ -88,7 +88,8 @@ def part_inputs(
     leaves, structure, dims = leaves_of_call(input, keywords, in_dims, keyword_dims)
     check_nothing_hidden(leaves, "the input")
     argument = "in_dims, or in keyword_dims for a keyword argument" if keywords else "in_dims"
-    rows = chunk_sizes(count_rows(leaves, structure, dims, argument=argument), chunks)
+    n_rows = count_rows(leaves, structure, dims, argument=argument, chunks=chunks)
+    rows = chunk_sizes(n_rows, chunks)
     grad = torch.is_grad_enabled()
     needs = [grad and need for need in which_need_gradient(leaves)]
     parts = scatter_leaves(detached(leaves), rows, dims)

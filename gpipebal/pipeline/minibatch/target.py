@@ -64,7 +64,7 @@ class Target:
         self._rows = list(rows)
         parted = [x for x, dim in zip(self._leaves, self._dims, strict=True) if dim is not None]
         check_nothing_hidden(parted, "the target")
-        _check_rows(self._leaves, self._structure, self._dims, sum(rows))
+        _check_rows(self._leaves, self._structure, self._dims, rows)
         grad = torch.is_grad_enabled()
         self._wanted = [grad and need for need in which_need_gradient(self._leaves)]
         self._parts = [
@@ -163,12 +163,16 @@ def _counting_alone(leaf: Any, dim: Dim) -> Any:
     return leaf.data if isinstance(leaf, Tensor) and dim is not None else leaf
 
 
-def _check_rows(leaves: Sequence[Any], structure: Any, dims: Sequence[Dim], rows: int) -> None:
+def _check_rows(
+    leaves: Sequence[Any], structure: Any, dims: Sequence[Dim], sizes: Sequence[int]
+) -> None:
     words = {"what": "target", "argument": "target_dims"}
+    rows, chunks = sum(sizes), len(sizes)
     if all(dim is None or not isinstance(x, Tensor) for x, dim in zip(leaves, dims, strict=True)):
-        check_arrays(leaves, structure, dims, rows, **words)
+        if chunks > 1:
+            check_arrays(leaves, structure, dims, rows, **words)
         return
-    found = count_rows(leaves, structure, dims, **words)
+    found = count_rows(leaves, structure, dims, chunks=chunks, **words)
     if found != rows:
         raise BalanceError(
             f"target has other rows than the input: {found} (expected {rows}).\n"

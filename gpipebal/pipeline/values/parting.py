@@ -59,6 +59,7 @@ def count_rows(
     *,
     what: str = "input",
     argument: str = "in_dims",
+    chunks: int | None = None,
 ) -> int:
     """Return the rows that all tensors of a mini-batch have.
 
@@ -68,9 +69,11 @@ def count_rows(
         dims: Dimension of each leaf.
         what: What the leaves are, for an error.
         argument: The argument that can name their dimensions, for an error.
+        chunks: Micro-batches wanted; None: not known, perhaps several.
 
     Raises:
-        ModelError: no tensor has rows, one lacks the dimension, or a numpy array has rows.
+        ModelError: no tensor has rows, one lacks the dimension, or a numpy array has rows that
+            would have to be divided.
         RowsError: two have different rows (a ModelError).
     """
     rows: int | None = None
@@ -110,7 +113,8 @@ def count_rows(
             f"{what} has no tensor with rows: got {kinds} (expected a tensor or a tuple of "
             "tensors).\nFix: pass the mini-batch as tensors with its rows along dim 0."
         )
-    check_arrays(leaves, structure, dims, rows, what=what, argument=argument)
+    if chunks != 1 and rows > 1:  # one micro-batch alone gets the right rows
+        check_arrays(leaves, structure, dims, rows, what=what, argument=argument)
     return rows
 
 
@@ -166,8 +170,10 @@ def scatter(value: Any, chunks: int, dims: Any = 0) -> list[Any]:
     """
     leaves, structure = flatten(value)
     spread = spread_dims(dims, structure, "dims")
-    rows = count_rows(leaves, structure, spread, argument="dims")
-    sizes = chunk_sizes(rows, check_count("chunks", chunks))
+    chunks = check_count("chunks", chunks)
+    sizes = chunk_sizes(
+        count_rows(leaves, structure, spread, argument="dims", chunks=chunks), chunks
+    )
     return [unflatten(part, structure) for part in scatter_leaves(leaves, sizes, spread)]
 
 
