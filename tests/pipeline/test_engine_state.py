@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from gpipebal.pipeline.process import engine_state
 
@@ -94,3 +96,19 @@ def test_transforms_are_seen() -> None:
     torch.func.vmap(double)(torch.ones(3))
     double(torch.ones(3))
     assert inside == [True, False]
+
+
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_traces_and_fake_tensors_are_seen(pre_dispatch: bool) -> None:
+    """While a graph is recorded, before autograd or after, or nothing really runs."""
+    inside: list[tuple[bool, bool]] = []
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        inside.append((engine_state.is_recorded(), engine_state.is_fake()))
+        return 2 * x
+
+    make_fx(double, pre_dispatch=pre_dispatch)(torch.ones(3))
+    with FakeTensorMode():
+        double(torch.ones(3))
+    double(torch.ones(3))
+    assert inside == [(True, False), (False, True), (False, False)]

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from gpipebal.errors import ModelError, PipelineError
 from gpipebal.pipeline.layers.chain import NO_TRACE
 from gpipebal.pipeline.observers.ledger import Ledger
-from gpipebal.pipeline.process.engine_state import is_transformed
+from gpipebal.pipeline.process.engine_state import is_fake, is_recorded, is_transformed
 from gpipebal.pipeline.values.dims import Dim, spread_dims
 from gpipebal.pipeline.values.lane import Events, current_events
 from gpipebal.pipeline.values.microbatch import (
@@ -139,18 +139,6 @@ def charge_inputs(ledger: Ledger | None, inputs: Any, devices: Sequence[torch.de
         ledger.keep((0, leaf) for leaf in leaves if leaf.device == devices[0])
 
 
-def _is_recorded() -> bool:
-    """Whether operations of this thread are recorded, as by `make_fx`, before autograd or after."""
-    key = torch._C._TorchDispatchModeKey.PROXY
-    modes = (torch._C._get_dispatch_mode(key), torch._ops._get_dispatch_mode_pre_dispatch(key))
-    return any(mode is not None for mode in modes)
-
-
-def _is_fake() -> bool:
-    """Whether this thread is in a `FakeTensorMode`."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-
-
 def check_no_transform(inputs: Any, parameters: Iterable[Any]) -> None:
     """Refuse traces, transforms of `torch.func` and tensors with a tangent: workers see none of it.
 
@@ -159,9 +147,9 @@ def check_no_transform(inputs: Any, parameters: Iterable[Any]) -> None:
     """
     if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
         raise PipelineError(NO_TRACE)
-    if _is_recorded():
+    if is_recorded():
         raise PipelineError(NO_TRACE)  # its output would be a constant of the graph
-    if _is_fake():
+    if is_fake():
         raise PipelineError(
             "a pipeline cannot be called under a FakeTensorMode: its workers are not in it.\n"
             "Fix: call the plain model under it, whose parameters are the same; or "

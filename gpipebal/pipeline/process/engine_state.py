@@ -2,9 +2,9 @@
 
 An autograd Function cannot see whether the running backward keeps the graph, or whether it asks for
 parameter gradients at all; nor can anything see which backward and which node run, what number the
-next node will have, which hooks a caller's block has set, or whether a transform of `torch.func` is
-at work. torch knows, and its private functions tell. They are called here and nowhere else; tests
-check each against what it must answer.
+next node will have, which hooks a caller's block has set, or whether a trace or a transform of
+`torch.func` is at work. torch knows, and its private functions tell. They are called here and
+nowhere else; tests check each against what it must answer.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 __all__ = [
     "current_backward",
     "current_node",
+    "is_fake",
+    "is_recorded",
     "is_transformed",
     "keeps_graph",
     "next_node",
@@ -85,3 +87,15 @@ def top_saved_tensors_hooks() -> tuple[Any, Any] | None:
 def is_transformed() -> bool:
     """Tell whether this thread is inside of a transform of `torch.func`."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_recorded() -> bool:
+    """Tell whether operations of this thread are recorded, as by `make_fx`."""
+    key = torch._C._TorchDispatchModeKey.PROXY
+    before_autograd = torch._ops._get_dispatch_mode_pre_dispatch(key)
+    return torch._C._get_dispatch_mode(key) is not None or before_autograd is not None
+
+
+def is_fake() -> bool:
+    """Tell whether operations of this thread only pretend to run, in a `FakeTensorMode`."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

@@ -20,6 +20,7 @@ import torch
 from torch._guards import TracingContext
 
 from gpipebal.errors import PipelineError
+from gpipebal.pipeline.process.engine_state import is_fake, is_recorded
 from gpipebal.pipeline.process.forks import open_in_child
 from gpipebal.pipeline.process.modes import ThreadedDispatchMode
 
@@ -216,11 +217,7 @@ def _is_traced() -> bool:
     A compiler does so in a context of its own; its backend, which traces the patterns that it will
     look for when it compiles for the first time, does so without one.
     """
-    if TracingContext.try_get() is not None:
-        return True
-    kinds = torch._C._TorchDispatchModeKey
-    modes = [torch._C._get_dispatch_mode(kind) for kind in (kinds.PROXY, kinds.FAKE)]
-    return any(mode is not None for mode in modes)
+    return TracingContext.try_get() is not None or is_recorded() or is_fake()
 
 
 def _make_catcher() -> _Catcher | None:
