@@ -169,11 +169,10 @@ def _of_cost(cost: AnyCost, bounds: Sequence[int]) -> Callable[[int, int], float
         return math.inf if found is None else plain_number(found)
 
     costs = [of(j, start, end) for j, (start, end) in enumerate(pairwise(bounds))]
-    beside = _without_two(costs)
+    now, beside = max(costs), _without_two(costs)
 
     def change(j: int, cut: int) -> float:
-        now = max(of(j - 1, bounds[j - 1], cut), of(j, cut, bounds[j + 1]), beside[j])
-        return now - max(costs)
+        return max(of(j - 1, bounds[j - 1], cut), of(j, cut, bounds[j + 1]), beside[j]) - now
 
     return change
 

@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 
+#: The output would be a constant of the trace, or the trace would stop at it.
 NO_TRACE = (
     "a pipeline cannot be traced: its workers would not be in the trace.\n"
     "Fix: trace, script or export the plain model, whose parameters are the same."

@@ -145,10 +145,9 @@ def check_no_transform(inputs: Any, parameters: Iterable[Any]) -> None:
     Raises:
         PipelineError: there is one.
     """
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
+    is_exported = torch.jit.is_tracing() or torch.compiler.is_exporting()  # type: ignore[attr-defined]
+    if is_exported or is_recorded():
         raise PipelineError(NO_TRACE)
-    if is_recorded():
-        raise PipelineError(NO_TRACE)  # its output would be a constant of the graph
     if is_fake():
         raise PipelineError(
             "a pipeline cannot be called under a FakeTensorMode: its workers are not in it.\n"

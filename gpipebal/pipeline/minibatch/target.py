@@ -166,13 +166,12 @@ def _counting_alone(leaf: Any, dim: Dim) -> Any:
 def _check_rows(
     leaves: Sequence[Any], structure: Any, dims: Sequence[Dim], sizes: Sequence[int]
 ) -> None:
-    words = {"what": "target", "argument": "target_dims"}
-    rows, chunks = sum(sizes), len(sizes)
+    rows = sum(sizes)
+    words: dict[str, Any] = {"what": "target", "argument": "target_dims", "chunks": len(sizes)}
     if all(dim is None or not isinstance(x, Tensor) for x, dim in zip(leaves, dims, strict=True)):
-        if chunks > 1:
-            check_arrays(leaves, structure, dims, rows, **words)
+        check_arrays(leaves, structure, dims, rows, **words)
         return
-    found = count_rows(leaves, structure, dims, chunks=chunks, **words)
+    found = count_rows(leaves, structure, dims, **words)
     if found != rows:
         raise BalanceError(
             f"target has other rows than the input: {found} (expected {rows}).\n"

@@ -113,8 +113,7 @@ def count_rows(
             f"{what} has no tensor with rows: got {kinds} (expected a tensor or a tuple of "
             "tensors).\nFix: pass the mini-batch as tensors with its rows along dim 0."
         )
-    if chunks != 1 and rows > 1:  # one micro-batch alone gets the right rows
-        check_arrays(leaves, structure, dims, rows, what=what, argument=argument)
+    check_arrays(leaves, structure, dims, rows, what=what, argument=argument, chunks=chunks)
     return rows
 
 
@@ -126,12 +125,24 @@ def check_arrays(
     *,
     what: str,
     argument: str,
+    chunks: int | None,
 ) -> None:
-    """Make sure that no numpy array has rows: every micro-batch would get those of all.
+    """Make sure that no numpy array has rows that several micro-batches would all get.
+
+    Args:
+        leaves: Leaves of the mini-batch.
+        structure: Its pytree, to name a leaf in an error.
+        dims: Dimension of each leaf.
+        rows: Rows of the mini-batch.
+        what: What the leaves are, for an error.
+        argument: The argument that can name their dimensions, for an error.
+        chunks: Micro-batches wanted; None: not known, perhaps several.
 
     Raises:
         ModelError: one has as many as the tensors.
     """
+    if chunks == 1 or rows < 2:
+        return  # nothing is divided
     for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
         if not isinstance(leaf, np.ndarray) or dim is None or not -leaf.ndim <= dim < leaf.ndim:
             continue
